@@ -1,0 +1,6 @@
+"""Drafters: sources of proposals. None of them decides what is emitted."""
+
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+
+__all__ = ["ModelDrafter", "NgramDrafter"]

@@ -1,0 +1,127 @@
+"""The key/value cache: names and shapes in the graph, growth, truncation, for both cache kinds.
+
+`SharedCache`: past and present are one buffer of a capacity, the graph is told how much of it counts.
+`GrowingCache`: the graph concatenates; each call's present is the next call's past.
+
+Knows nothing of tokens. Tensors are made by the device that the session passes in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import SessionError
+
+_PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One key or value tensor: its two names in the graph, and the fixed part of [1, heads, length, head_dim]."""
+
+    past: str
+    present: str
+    heads: int
+    head_dim: int
+
+    def shape(self, length: int) -> tuple[int, int, int, int]:
+        return (1, self.heads, length, self.head_dim)
+
+
+class Device(Protocol):
+    """Where tensors live. `Any` below is an OrtValue."""
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """A float32 tensor whose contents do not matter."""
+
+    def put(self, array: NDArray[np.float32]) -> Any:
+        """A tensor with these contents."""
+
+
+def find_cache_tensors(inputs: dict[str, list[Any]], outputs: Sequence[str]) -> list[CacheTensor]:
+    """Pair every `past_key_values.N.key` input with its `present.N.key` output.
+
+    Args:
+        inputs: name -> shape (numbers, or names of dimensions that vary).
+        outputs: names.
+    Raises:
+        SessionError: there are none, an output is missing, or heads and head size are not numbers.
+    """
+    tensors = []
+    for past, dims in inputs.items():
+        match = _PAST.fullmatch(past)
+        if match is None:
+            continue
+        present = f"present.{match[1]}.{match[2]}"
+        if present not in outputs:
+            raise SessionError(f"the graph has the input {past} but not the output {present}")
+        if len(dims) != 4 or not isinstance(dims[1], int) or not isinstance(dims[3], int):
+            raise SessionError(f"{past} has the shape {dims}; it must be [1, heads, length, head size]")
+        tensors.append(CacheTensor(past, present, dims[1], dims[3]))
+    if not tensors:
+        raise SessionError("the graph has no past_key_values inputs: it is not a decoder with a cache")
+    return tensors
+
+
+class SharedCache:
+    """One buffer a tensor, bound once as past and as present; rolling back is telling the graph a smaller length."""
+
+    def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any, capacity: int) -> None:
+        self._tensors, self._device, self._binding = tensors, device, binding
+        self.capacity = capacity
+        self._buffers = [device.empty(t.shape(capacity)) for t in tensors]
+        self._bind()
+
+    def prepare(self, used: int, total: int) -> None:
+        """Make room for `total` tokens, keeping the first `used`. Doubles, so that growing stays cheap."""
+        if total <= self.capacity:
+            return
+        capacity = self.capacity
+        while capacity < total:
+            capacity *= 2
+        self._buffers = [self._grown(t, b, used, capacity) for t, b in zip(self._tensors, self._buffers, strict=True)]
+        self.capacity = capacity
+        self._bind()
+
+    def commit(self, total: int) -> None:
+        """The buffer already holds what the call wrote."""
+
+    def _grown(self, tensor: CacheTensor, buffer: Any, used: int, capacity: int) -> Any:
+        larger = np.zeros(tensor.shape(capacity), np.float32)
+        larger[:, :, :used] = buffer.numpy()[:, :, :used]
+        return self._device.put(larger)
+
+    def _bind(self) -> None:
+        for tensor, buffer in zip(self._tensors, self._buffers, strict=True):
+            self._binding.bind_ortvalue_input(tensor.past, buffer)
+            self._binding.bind_ortvalue_output(tensor.present, buffer)
+
+
+class GrowingCache:
+    """Exact-length tensors, replaced by each call; rolling back slices (a copy)."""
+
+    def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any) -> None:
+        self._tensors, self._device, self._binding = tensors, device, binding
+        self._values = [device.empty(t.shape(0)) for t in tensors]
+        self._presents = self._values
+        self._length = 0
+
+    def prepare(self, used: int, total: int) -> None:
+        """Bind the first `used` tokens as past and new tensors for `total` tokens as present."""
+        if used < self._length:
+            self._values = [self._device.put(v.numpy()[:, :, :used].copy()) for v in self._values]
+            self._length = used
+        self._presents = [self._device.empty(t.shape(total)) for t in self._tensors]
+        for tensor, past, present in zip(self._tensors, self._values, self._presents, strict=True):
+            self._binding.bind_ortvalue_input(tensor.past, past)
+            self._binding.bind_ortvalue_output(tensor.present, present)
+
+    def commit(self, total: int) -> None:
+        """Take what the call wrote as the next past. Not called when the call failed: the old past stands."""
+        self._values, self._length = self._presents, total
