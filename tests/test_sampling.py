@@ -26,6 +26,7 @@ def naive_shape(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 SETTINGS = [
     SamplingParams(temperature=1),
     SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1e-300),
     SamplingParams(temperature=1, top_k=1),
     SamplingParams(temperature=1, top_k=50),
     SamplingParams(temperature=1, top_k=10**6),
