@@ -72,7 +72,8 @@ def main() -> None:
     print(
         f"{options.bundle} drafter={options.drafter} exact={options.exact} rule={speculative.row_rule}: "
         f"{len(different)} of {len(rows)} differ; margins {sorted(r['margin'] for r in different)}; "
-        f"accepted {sum(r['accepted'] for r in rows)} of {sum(r['drafted'] for r in rows)}; {time.time() - started:.0f} s"
+        f"accepted {sum(r['accepted'] for r in rows)} of {sum(r['drafted'] for r in rows)}; "
+        f"{time.time() - started:.0f} s"
     )
     if options.output:
         write_jsonl(options.output, rows)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.noise import Noise
-from edgespec.params import SamplingParams
+from edgespec.shaper import Shaper
 from edgespec.verify import Draft
 
 Tokens: TypeAlias = NDArray[np.int64]
@@ -63,12 +63,12 @@ class Scorer(Protocol):
 class Drafter(Protocol):
     """Proposes a continuation. Never decides anything: what is emitted is up to `verify`."""
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         """Return at most `limit` tokens (none is a legal answer) that may follow `context`.
 
         Args:
             context: every committed token, shape (n,).
             limit: at least 1.
-            params: how the text is sampled; a drafter that samples must shape its own distributions the same way.
+            shaper: how tokens are chosen; a drafter that samples must shape its own distributions with it.
             noise: the randomness of this answer; draw with purpose `DRAFT` at position `len(context)`.
         """

@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from edgespec.contracts import Drafter, Scorer, Tokens
+from edgespec.contracts import Drafter, Rows, Scorer, Tokens
 from edgespec.errors import ContextOverflowError
 from edgespec.noise import Noise
 from edgespec.params import SamplingParams
-from edgespec.sampling import shape
+from edgespec.shaper import Shaper
 from edgespec.stats import GenerationStats
 from edgespec.verify import EMPTY_DRAFT, Draft, Verdict, verify_greedy, verify_rejection
 
@@ -90,7 +90,7 @@ class SpeculativeDecoder:
         started = perf_counter()
         stats.prompt_tokens = len(prompt)
         context = _Context(prompt, params.max_new_tokens)
-        noise = Noise(params.seed)
+        shaper, noise = Shaper(params), Noise(params.seed)
         is_read = self._read(context.tokens, stats, cancelled)
         # The first token waits for the prompt alone: the drafter reads it when it is first asked.
         limit = 0
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
             if not is_read or cancelled():
                 yield Step((), 0, 0, "cancelled")
                 return
-            step = self._round(context, limit, params, noise, stats)
+            step = self._round(context, limit, shaper, noise, stats)
             limit, finish = self.num_draft_tokens, step.finish
             _count(stats, step, perf_counter() - started)
             yield step
@@ -116,27 +116,23 @@ class SpeculativeDecoder:
             pending = pending[self.prefill_chunk :]
         return True
 
-    def _round(
-        self, context: _Context, limit: int, params: SamplingParams, noise: Noise, stats: GenerationStats
-    ) -> Step:
-        draft = self._draft(context, limit, params, noise, stats)
+    def _round(self, context: _Context, limit: int, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Step:
+        draft = self._draft(context, limit, shaper, noise, stats)
         pending = self.target.sync(context.tokens)
         rows = self.target.forward(np.concatenate([pending, draft.tokens]), len(draft) + 1)
-        verdict = _decide(rows, draft, params, noise, len(context.tokens))
+        verdict = _decide(rows, draft, shaper, noise, context.tokens)
         emitted = [*draft.tokens[: verdict.accepted].tolist(), verdict.token]
-        finish = self._cut(emitted, context, params)
+        finish = self._cut(emitted, context, shaper.params)
         context.extend(emitted)
         return Step(tuple(emitted), len(draft), min(verdict.accepted, len(emitted)), finish)
 
-    def _draft(
-        self, context: _Context, limit: int, params: SamplingParams, noise: Noise, stats: GenerationStats
-    ) -> Draft:
+    def _draft(self, context: _Context, limit: int, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Draft:
         # One token less than there is room for: the pass itself emits one more.
         limit = min(limit, context.room - 1, self.target.context_length - len(context.tokens) - 1)
         if self.drafter is None or limit < 1:
             return EMPTY_DRAFT
         started = perf_counter()
-        draft = self.drafter.propose(context.tokens, limit, params, noise)
+        draft = self.drafter.propose(context.tokens, limit, shaper, noise)
         stats.draft_s += perf_counter() - started
         assert len(draft) <= limit, (len(draft), limit)
         return draft
@@ -178,10 +174,10 @@ class _Context:
         self._length = end
 
 
-def _decide(rows: np.ndarray, draft: Draft, params: SamplingParams, noise: Noise, start: int) -> Verdict:
-    if params.is_greedy:
-        return verify_greedy(rows, draft)
-    return verify_rejection(shape(rows, params), draft, noise, start)
+def _decide(rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens) -> Verdict:
+    if shaper.is_greedy:
+        return verify_greedy(shaper.adjust(rows, context, draft.tokens), draft)
+    return verify_rejection(shaper.shape(rows, context, draft.tokens), draft, noise, len(context))
 
 
 def _count(stats: GenerationStats, step: Step, seconds: float) -> None:

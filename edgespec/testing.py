@@ -12,7 +12,7 @@ import numpy as np
 from edgespec.contracts import Rows, Tokens
 from edgespec.errors import ContextOverflowError
 from edgespec.noise import Noise
-from edgespec.params import SamplingParams
+from edgespec.shaper import Shaper
 from edgespec.verify import Draft
 
 
@@ -72,5 +72,5 @@ class ScriptedDrafter:
     def __init__(self, drafts: Iterable[Sequence[int]]) -> None:
         self._drafts = iter(drafts)
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         return Draft(np.array(next(self._drafts, ())[:limit], np.int64))

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 # A file imports only from the sets above it, and from its own set only what is named before it.
 LAYERS = [
-    ["errors", "params", "noise", "sampling", "stats", "verify"],
+    ["errors", "params", "noise", "sampling", "shaper", "stats", "verify"],
     ["contracts"],
     ["fields", "kv", "session", "invariance", "tokens", "chat", "bundle"],
     ["drafters.ngram", "drafters.model", "drafters", "decoder", "engine", "testing"],

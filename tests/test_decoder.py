@@ -16,6 +16,7 @@ from edgespec.errors import ContextOverflowError
 from edgespec.noise import Noise
 from edgespec.params import RuntimeParams, SamplingParams
 from edgespec.session import DecoderSession
+from edgespec.shaper import Shaper
 from edgespec.stats import GenerationStats
 from edgespec.testing import ScriptedDrafter, TableScorer
 from edgespec.verify import Draft
@@ -42,7 +43,7 @@ def plain(prompt: Tokens, params: SamplingParams, context_length: int) -> tuple[
 class Hostile:
     """Drafts what the target will surely reject: never its arg max."""
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         best = int(reference_logits(MODEL, context).argmax())
         return Draft(np.full(limit, (best + 1) % VOCAB))
 
@@ -50,7 +51,7 @@ class Hostile:
 class Mixed:
     """Right for a while, then wrong, by the position; sometimes silent, sometimes shorter than asked."""
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         tokens: list[int] = []
         for i in range(limit - len(context) % 2 if len(context) % 7 else 0):
             best = int(reference_logits(MODEL, np.array([*context, *tokens])).argmax())

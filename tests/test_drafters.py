@@ -9,9 +9,10 @@ from scipy import stats
 from edgespec.drafters import ModelDrafter, NgramDrafter
 from edgespec.noise import Noise
 from edgespec.params import SamplingParams
+from edgespec.shaper import Shaper
 from edgespec.testing import TableScorer
 
-GREEDY = SamplingParams()
+GREEDY = Shaper(SamplingParams())
 
 
 def ngram(context: list[int], limit: int = 3, max_ngram: int = 3) -> list[int]:
@@ -88,9 +89,9 @@ def test_a_draft_model_reads_only_what_is_new() -> None:
 
 def test_sampled_drafts_come_from_the_distributions_they_carry() -> None:
     """q is the shaped distribution, and the tokens are drawn from it: chi-square over 5,000 drafts."""
-    params = SamplingParams(temperature=0.5, top_k=3)
+    shaper = Shaper(SamplingParams(temperature=0.5, top_k=3))
     drafter = ModelDrafter(table({t: [0.0, 1.0, 0.5, 0.2, -1.0] for t in range(5)}), 5)
-    drafts = [drafter.propose(np.array([0]), 2, params, Noise(seed)) for seed in range(5000)]
+    drafts = [drafter.propose(np.array([0]), 2, shaper, Noise(seed)) for seed in range(5000)]
     weights = np.exp(np.array([-np.inf, 1.0, 0.5, 0.2, -np.inf]) / 0.5)
     expected = weights / weights.sum()
     assert np.abs(drafts[0].dists - expected).max() < 1e-6
@@ -102,12 +103,12 @@ def test_sampled_drafts_come_from_the_distributions_they_carry() -> None:
 
 def test_padding_columns_of_either_side() -> None:
     """A draft with fewer columns has q = 0 on the rest; columns that the target lacks are never drafted."""
-    params = SamplingParams(temperature=1)
-    narrow = ModelDrafter(table({t: [1.0, 1.0] for t in range(2)}), 4).propose(np.array([0]), 3, params, Noise(1))
+    shaper = Shaper(SamplingParams(temperature=1))
+    narrow = ModelDrafter(table({t: [1.0, 1.0] for t in range(2)}), 4).propose(np.array([0]), 3, shaper, Noise(1))
     assert narrow.dists.shape == (3, 4)
     assert narrow.dists[:, 2:].sum() == 0
     wide = ModelDrafter(table({t: [0.0, 0.0, 50.0] for t in range(3)}), 2)
-    for draft in (wide.propose(np.array([0]), 3, params, Noise(1)), wide.propose(np.array([0]), 3, GREEDY, Noise(1))):
+    for draft in (wide.propose(np.array([0]), 3, shaper, Noise(1)), wide.propose(np.array([0]), 3, GREEDY, Noise(1))):
         assert draft.tokens.max() < 2
 
 

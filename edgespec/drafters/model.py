@@ -6,8 +6,8 @@ import numpy as np
 
 from edgespec.contracts import Scorer, Tokens
 from edgespec.noise import Noise, Purpose
-from edgespec.params import SamplingParams
-from edgespec.sampling import draw, shape
+from edgespec.sampling import draw
+from edgespec.shaper import Shaper
 from edgespec.verify import EMPTY_DRAFT, Draft
 
 
@@ -27,22 +27,25 @@ class ModelDrafter:
         self.scorer = scorer
         self.vocab_size = vocab_size
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         limit = min(limit, self.scorer.context_length - len(context))
         if limit < 1:
             return EMPTY_DRAFT
         tokens = np.empty(limit, np.int64)
-        dists = None if params.is_greedy else np.zeros((limit, self.vocab_size), np.float32)
+        dists = None if shaper.is_greedy else np.zeros((limit, self.vocab_size), np.float32)
+        text = np.concatenate([context, tokens])  # what each drafted token follows
         uniforms = noise.uniforms(len(context), Purpose.DRAFT, limit)
         pending = self.scorer.sync(context)
         for i in range(limit):
             # Columns that the target does not have are padding: they must not be drafted.
             logits = self.scorer.forward(pending, 1)[:, : self.vocab_size]
+            before = text[: len(context) + i]
             if dists is None:
-                tokens[i] = logits.argmax()
+                tokens[i] = shaper.adjust(logits, before, tokens[:0]).argmax()
             else:
-                probs = shape(logits, params)[0]
+                probs = shaper.shape(logits, before, tokens[:0])[0]
                 tokens[i] = draw(probs, uniforms[i])
                 dists[i, : len(probs)] = probs
+            text[len(before)] = tokens[i]
             pending = tokens[i : i + 1]
         return Draft(tokens, dists)

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgespec.contracts import Tokens
 from edgespec.noise import Noise
-from edgespec.params import SamplingParams
+from edgespec.shaper import Shaper
 from edgespec.verify import EMPTY_DRAFT, Draft
 
 
@@ -23,7 +23,7 @@ class NgramDrafter:
     def __init__(self, max_ngram: int) -> None:
         self.max_ngram = max_ngram
 
-    def propose(self, context: Tokens, limit: int, params: SamplingParams, noise: Noise) -> Draft:
+    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
         start = _continuation(context, self.max_ngram)
         return EMPTY_DRAFT if start is None else Draft(context[start : start + limit].copy())
 
