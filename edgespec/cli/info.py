@@ -1,0 +1,126 @@
+"""`edgespec info`: what is installed, what the machine offers, what is in a bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgespec import __version__
+from edgespec.bundle import MANIFEST, Manifest, ModelInfo, default_bundle_path, manifest_to_dict, read_bundle
+from edgespec.cli import terminal
+from edgespec.errors import MissingExtraError
+from edgespec.params import RuntimeParams
+
+
+@click.command("info")
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def info_command(bundle: Path | None, as_json: bool) -> None:
+    """Show versions, providers and what is in a bundle.
+
+    BUNDLE is checked, hashes included. Without it the default bundle is shown, if it is there.
+    """
+    if bundle is None and (default_bundle_path() / MANIFEST).exists():
+        bundle = default_bundle_path()
+    with terminal.busy("reading"):
+        found = None if bundle is None else read_bundle(bundle)
+    document = _machine()
+    document["bundle"] = found and {"path": str(found.path), "manifest": manifest_to_dict(found.manifest)}
+    if as_json:
+        terminal.write_json(document)
+    else:
+        lines = _machine_lines(document)
+        lines += _bundle_lines(found.path, found.manifest) if found else [_no_bundle()]
+        terminal.write("\n".join(lines) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    providers, problem = _providers()
+    return {
+        "versions": {
+            "edgespec": __version__,
+            "python": platform.python_version(),
+            "numpy": _version("numpy"),
+            "onnxruntime": _version("onnxruntime", "onnxruntime-gpu"),
+            "tokenizers": _version("tokenizers"),
+        },
+        "platform": platform.platform(),
+        "providers": providers,
+        "problem": problem,
+        "cpu_cores": _num_cores(),
+        "threads": RuntimeParams().threads,
+    }
+
+
+def _version(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _providers() -> tuple[list[str], str | None]:
+    """What the installed onnxruntime offers, or none and the reason: this command is for finding that out."""
+    from edgespec.session import available_providers
+
+    try:
+        return available_providers(), None
+    except MissingExtraError as error:
+        return [], str(error)
+
+
+def _num_cores() -> int | None:
+    """Logical cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count()
+
+
+def _machine_lines(document: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in document["versions"].items())
+    rows = [
+        ("versions", versions),
+        ("platform", document["platform"]),
+        ("providers", ", ".join(document["providers"]) or document["problem"]),
+        ("cpu cores", document["cpu_cores"]),
+        ("threads", document["threads"] or "onnxruntime's default, one per physical core"),
+    ]
+    return [f"{name:11}{value}" for name, value in rows]
+
+
+def _no_bundle() -> str:
+    return f"{'bundle':11}none yet in {default_bundle_path()}; `edgespec run` makes it"
+
+
+def _bundle_lines(path: Path, manifest: Manifest) -> list[str]:
+    size = sum(file.size for file in manifest.files.values()) / 2**20
+    rows = [
+        ("bundle", path),
+        ("name", f"{manifest.name}, {size:.0f} MiB, made by {manifest.created_by}"),
+        ("target", _model_line(manifest.target)),
+        ("draft", _model_line(manifest.draft) if manifest.draft else "none"),
+    ]
+    checks = [f"{'checked':11}{name}: {_figures(value)}" for name, value in manifest.check.items()]
+    return [f"{name:11}{value}" for name, value in rows] + checks
+
+
+def _figures(value: object) -> str:
+    """What the export measured, which may be anything that JSON can hold."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figures(item)}" for name, item in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _model_line(model: ModelInfo) -> str:
+    block = f" in blocks of {model.block_size}" if model.block_size else ""
+    return (
+        f"{model.num_parameters / 1e6:.0f} M parameters, {model.precision}{block}, {model.cache} cache, "
+        f"context {model.context_length}, vocabulary {model.vocab_size}, row invariance {model.row_invariance}, "
+        f"from {model.source} ({model.licence or 'licence unknown'})"
+    )

@@ -1,0 +1,139 @@
+"""What the user sees: streams, the footer, progress. Colour and movement only where there is a terminal.
+
+The answer goes to stdout, everything else to stderr. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from edgespec.stats import GenerationStats
+
+# A model may write what moves the cursor or retitles the window; a terminal gets only lines and tabs.
+_CONTROLS = {c: None for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
+
+
+def prepare_streams() -> None:
+    """UTF-8 where no console says otherwise; `?` for characters that a console does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            encoding = None if stream.isatty() or sys.platform != "win32" else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="replace")
+
+
+def write(text: str) -> None:
+    """A piece of an answer, at once."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_json(document: object) -> None:
+    """One JSON document on stdout."""
+    import json
+
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not is_unicode) + "\n")
+
+
+def note(text: str) -> None:
+    """A remark on stderr, dimmed on a terminal."""
+    sys.stdout.flush()
+    if sys.stderr.isatty():
+        _console().print(text.translate(_CONTROLS), style="dim", soft_wrap=True)
+    else:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def busy(text: str) -> Iterator[None]:
+    """A spinner on a terminal while something takes its time; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with _console().status(text, spinner="line"):
+        yield
+
+
+def footer(stats: GenerationStats, finish_reason: str | None) -> str:
+    """The measured figures of an answer, in one line. What is not known is not mentioned."""
+    parts = [f"{stats.new_tokens} tokens"]
+    if stats.tokens_per_s is not None:
+        parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
+    if stats.prefill_s > 0:
+        parts.append(f"first after {stats.prefill_s:.2f} s")
+    if stats.acceptance is not None:
+        parts.append(f"{stats.acceptance:.0%} of {stats.drafted} drafted tokens accepted")
+    if stats.tokens_per_pass is not None:
+        parts.append(f"{stats.tokens_per_pass:.2f} tokens per target pass")
+    ends = {"length": "cut at --max-new-tokens", "context": "cut where the context is full", "cancelled": "stopped"}
+    return ", ".join([*parts, *filter(None, [ends.get(finish_reason or "")])])
+
+
+class ExportProgress:
+    """Steps of an export: a bar on a terminal, a line per step elsewhere. A context manager."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> ExportProgress:
+        if sys.stderr.isatty():
+            from rich import progress
+
+            columns = (progress.SpinnerColumn("line"), progress.TextColumn("{task.description}", markup=False))
+            more = (progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeElapsedColumn())
+            self._bar = progress.Progress(*columns, *more, console=_console())
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            if kind is None:
+                self._finish()
+            self._bar.stop()
+
+    def step(self, name: str) -> None:
+        if self._bar is None:
+            note(f"{name} ...")
+            return
+        self._finish()
+        self._task = self._bar.add_task(name, total=None)
+
+    def advance(self, fraction: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, total=1.0, completed=fraction)
+
+    def note(self, text: str) -> None:
+        self._print(f"  {text}", "dim")
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}", "yellow")
+
+    def _print(self, text: str, style: str) -> None:
+        if self._bar is None:
+            note(text)
+        else:
+            self._bar.console.print(text, style=style)
+
+    def _finish(self) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, total=1.0, completed=1.0)
+            self._bar.stop_task(self._task)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Bound to today's stderr: a bar must go on moving while somebody else's output is redirected.
+    return Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
