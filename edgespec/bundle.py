@@ -180,6 +180,19 @@ def check_vocab(manifest: Manifest, num_tokens: int) -> None:
         )
 
 
+def can_share_cache(manifest: Manifest) -> bool:
+    """Whether the draft is the target's model in another precision, so that it can work on the target's cache.
+
+    It then never reads the text itself: keys and values of the target stand for its own, and are the better ones.
+    Nothing is at stake but acceptance, as the target overwrites what the draft writes behind the committed text.
+    """
+    target, draft = manifest.target, manifest.draft
+    if draft is None or target.cache != "shared" or draft.cache != "shared":
+        return False
+    same = ("source", "num_layers", "num_kv_heads", "head_dim", "num_parameters", "context_length")
+    return all(getattr(target, name) == getattr(draft, name) for name in same)
+
+
 def list_files(folder: Path) -> dict[str, FileInfo]:
     """Size and sha256 of every file of a bundle but its manifest, sorted by path: `Manifest.files`."""
     names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

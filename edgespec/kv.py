@@ -70,12 +70,20 @@ def find_cache_tensors(inputs: dict[str, list[Any]], outputs: Sequence[str]) -> 
 
 
 class SharedCache:
-    """One buffer a tensor, bound once as past and as present; rolling back is telling the graph a smaller length."""
+    """One buffer a tensor, bound once as past and as present; rolling back is telling the graph a smaller length.
+
+    Several sessions may be bound to one cache (`attach`).
+    """
 
     def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any, capacity: int) -> None:
-        self._tensors, self._device, self._binding = tensors, device, binding
+        self.tensors, self._device, self._bindings = tensors, device, [binding]
         self.capacity = capacity
         self._buffers = [device.empty(t.shape(capacity)) for t in tensors]
+        self._bind()
+
+    def attach(self, binding: Any) -> None:
+        """Bind another session's past and present to these buffers, now and whenever they grow."""
+        self._bindings.append(binding)
         self._bind()
 
     def prepare(self, used: int, total: int) -> None:
@@ -85,7 +93,7 @@ class SharedCache:
         capacity = self.capacity
         while capacity < total:
             capacity *= 2
-        self._buffers = [self._grown(t, b, used, capacity) for t, b in zip(self._tensors, self._buffers, strict=True)]
+        self._buffers = [self._grown(t, b, used, capacity) for t, b in zip(self.tensors, self._buffers, strict=True)]
         self.capacity = capacity
         self._bind()
 
@@ -98,9 +106,10 @@ class SharedCache:
         return self._device.put(larger)
 
     def _bind(self) -> None:
-        for tensor, buffer in zip(self._tensors, self._buffers, strict=True):
-            self._binding.bind_ortvalue_input(tensor.past, buffer)
-            self._binding.bind_ortvalue_output(tensor.present, buffer)
+        for binding in self._bindings:
+            for tensor, buffer in zip(self.tensors, self._buffers, strict=True):
+                binding.bind_ortvalue_input(tensor.past, buffer)
+                binding.bind_ortvalue_output(tensor.present, buffer)
 
 
 class GrowingCache:

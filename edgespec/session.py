@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.contracts import Rows, Tokens
 from edgespec.errors import ConfigError, ContextOverflowError, MissingExtraError, SessionError
-from edgespec.kv import GrowingCache, SharedCache, find_cache_tensors
+from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors
 from edgespec.params import RowInvariance, RuntimeParams, Spinning
 
 _SHORT_PROVIDER_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -110,6 +110,8 @@ class DecoderSession:
         context_length: most tokens that the cache may hold.
         runtime: provider, threads, spinning, chunk and capacity. `auto` spinning counts as `stop`.
         row_rule: exact mode: every call obeys this rule, by dummy rows that are dropped again.
+        lender: a session of the same model in another precision whose cache this one uses instead of its own. What
+            the lender has read need not be read again; what this one writes behind it, the lender overwrites.
 
     Raises:
         SessionError: the graph or the provider cannot be used.
@@ -123,8 +125,10 @@ class DecoderSession:
         context_length: int,
         runtime: RuntimeParams,
         row_rule: RowInvariance | None = None,
+        lender: DecoderSession | None = None,
     ) -> None:
         self.row_rule = row_rule
+        self._lender = lender
         self._context_length = context_length
         self._chunk = runtime.prefill_chunk
         self.session = _open_session(path, runtime)
@@ -135,14 +139,8 @@ class DecoderSession:
         self.is_shared = "past_len" in inputs
         self._has_keep = "keep" in inputs
         self._binding = self.session.io_binding()
-        device = OrtDevice(self.provider)
-        tensors = find_cache_tensors(inputs, list(outputs))
         capacity = min(runtime.initial_capacity, context_length + 1)
-        self._cache: SharedCache | GrowingCache = (
-            SharedCache(tensors, device, self._binding, capacity)
-            if self.is_shared
-            else GrowingCache(tensors, device, self._binding)
-        )
+        self._cache = self._open_cache(find_cache_tensors(inputs, list(outputs)), capacity, path)
         self._host = OrtDevice("CPUExecutionProvider")  # ids, lengths and logits
         self._ids = np.zeros(self._chunk, np.int64)
         self._past_len, self._keep = np.zeros(1, np.int64), np.ones(1, np.int64)
@@ -168,6 +166,8 @@ class DecoderSession:
         return self._tokens[: self._length]
 
     def sync(self, context: Tokens) -> Tokens:
+        if self._lender is not None:
+            self._borrow(context)
         length = min(self._length, len(context) - 1)
         differs = self._tokens[:length] != context[:length]
         self.rewind(int(differs.argmax()) if differs.any() else length)
@@ -192,6 +192,25 @@ class DecoderSession:
     def close(self) -> None:
         """Release the session and the cache. Nothing may be called afterwards."""
         del self._binding, self._cache, self.session
+
+    def _open_cache(self, tensors: list[CacheTensor], capacity: int, path: Path) -> SharedCache | GrowingCache:
+        if self._lender is None:
+            device = OrtDevice(self.provider)
+            if self.is_shared:
+                return SharedCache(tensors, device, self._binding, capacity)
+            return GrowingCache(tensors, device, self._binding)
+        cache = self._lender._cache
+        if not isinstance(cache, SharedCache) or cache.tensors != tensors or self._lender.provider != self.provider:
+            raise SessionError(f"{path}: the cache of another session cannot be used: its tensors are not the same")
+        cache.attach(self._binding)
+        return cache
+
+    def _borrow(self, context: Tokens) -> None:
+        """Take over what the lender has read of `context`. The lender forgets the rest: it may be overwritten."""
+        assert self._lender is not None
+        self._lender.sync(context)
+        self._length = 0
+        self._append(self._lender.tokens)
 
     def _feed(self, tokens: Tokens, rows: int) -> Rows:
         """One call of the graph. The tokens count as cached only after it succeeded."""

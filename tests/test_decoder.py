@@ -87,6 +87,7 @@ def tokens_of(steps: list[Step]) -> list[int]:
 
 
 DRAFTERS = ["agreeing", "half right", "hostile", "ngram", "never right", "mixed"]
+BORROWERS = ["agreeing", "half right", "hostile"]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "growing"])
@@ -115,6 +116,31 @@ def test_speculative_equals_plain(sessions: Callable[..., DecoderSession], name:
     assert drafted > 0
     rate = accepted / drafted
     assert {"agreeing": rate > 0.8, "half right": 0.1 < rate < 0.8, "never right": rate == 0}.get(name, True), rate
+
+
+@pytest.mark.parametrize("name", BORROWERS)
+@pytest.mark.parametrize("rule", [None, "even"])
+def test_a_draft_on_the_target_s_cache(sessions: Callable[..., DecoderSession], name: str, rule: None) -> None:
+    """A draft session that borrows the cache never feeds what the target has read, and never spoils it.
+
+    The hostile one even writes keys and values of another model into it.
+    """
+    rng = np.random.default_rng(7)
+    target = sessions("target", row_rule=rule)
+    draft = sessions(name, lender=target)
+    fed: list[int] = []
+    feed = draft._feed
+    draft._feed = lambda tokens, rows: fed.append(len(tokens)) or feed(tokens, rows)
+    drafted = accepted = 0
+    for _ in range(40):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 60))
+        params = SamplingParams(max_new_tokens=int(rng.integers(1, 90)), ignore_eos=bool(rng.random() < 0.4))
+        steps, stats = run(decoder(target, ModelDrafter(draft, VOCAB), int(rng.integers(1, 9))), prompt, params)
+        assert (tokens_of(steps), steps[-1].finish) == plain(prompt, params, target.context_length)
+        drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
+    assert set(fed) == {1}
+    rate = accepted / drafted
+    assert {"agreeing": rate > 0.8, "half right": 0.1 < rate < 0.8, "hostile": rate < 0.05}[name], rate
 
 
 def test_sampled_text_is_distributed_as_the_target_whatever_the_draft() -> None:

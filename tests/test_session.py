@@ -84,6 +84,28 @@ def test_a_failed_call_leaves_the_cache_as_it_was(graph: Path) -> None:
     assert np.array_equal(session.forward(np.array([4]), 1)[0], reference_logits(MODEL, np.array([1, 2, 3, 4])))
 
 
+def test_a_borrower_continues_what_the_lender_has_read(graphs: dict[tuple[bool, bool], Path]) -> None:
+    """It feeds only what the lender has not; the buffers may grow under either; the lender stays as it was."""
+    lender = DecoderSession(graphs[True, True], context_length=200, runtime=SMALL)
+    borrower = DecoderSession(graphs[True, False], context_length=200, runtime=SMALL, lender=lender)
+    text = np.random.default_rng(0).integers(0, VOCAB, 90)
+    for end in (5, 30, 6, 90):
+        lender.forward(lender.sync(text[:end]), 1)
+        more = np.concatenate([text[:end], text[:40]])
+        pending = borrower.sync(more)
+        assert len(pending) == 40
+        assert np.array_equal(borrower.forward(pending, 2)[1], reference_logits(MODEL, more))
+        assert np.array_equal(lender.tokens, text[:end])
+        assert np.array_equal(lender.forward(np.array([3]), 1)[0], reference_logits(MODEL, np.append(text[:end], 3)))
+
+
+def test_a_cache_of_another_shape_is_not_borrowed(graphs: dict[tuple[bool, bool], Path]) -> None:
+    """Growing caches are never shared."""
+    lender = DecoderSession(graphs[False, True], context_length=200, runtime=SMALL)
+    with pytest.raises(SessionError, match="tensors are not the same"):
+        DecoderSession(graphs[True, True], context_length=200, runtime=SMALL, lender=lender)
+
+
 def test_the_context_has_an_end(graph: Path) -> None:
     """A call past the context is refused before it runs; exact mode keeps a place for its dummy row."""
     session = DecoderSession(graph, context_length=10, runtime=SMALL)
