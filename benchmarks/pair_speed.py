@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--drafters", nargs="+", default=["none", "model"])
-    parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--num-draft-tokens", type=int, help="a fixed number instead of what pays")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--spinning", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)

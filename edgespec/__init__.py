@@ -7,8 +7,11 @@ with edgespec.load("my-bundle") as engine:
         print(piece, end="", flush=True)
 """
 
+from edgespec.aio import AsyncTextStream
+from edgespec.answer import TextPiece
 from edgespec.bundle import Bundle, Manifest, ModelInfo
-from edgespec.engine import Engine, TextStream, load
+from edgespec.conversation import Conversation
+from edgespec.engine import Engine, load
 from edgespec.errors import (
     BundleError,
     BusyError,
@@ -20,29 +23,37 @@ from edgespec.errors import (
     MissingExtraError,
     SessionError,
 )
-from edgespec.params import RuntimeParams, SamplingParams, SpecParams
+from edgespec.logprobs import TokenLogprobs
+from edgespec.params import Grammar, RequestParams, RuntimeParams, SamplingParams, SpecParams
 from edgespec.stats import GenerationStats
+from edgespec.stream import TextStream
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncTextStream",
     "Bundle",
     "BundleError",
     "BusyError",
     "ConfigError",
     "ContextOverflowError",
+    "Conversation",
     "EdgespecError",
     "Engine",
     "ExportError",
     "GenerationStats",
+    "Grammar",
     "IncompatibleDraftError",
     "Manifest",
     "MissingExtraError",
     "ModelInfo",
+    "RequestParams",
     "RuntimeParams",
     "SamplingParams",
     "SessionError",
     "SpecParams",
+    "TextPiece",
     "TextStream",
+    "TokenLogprobs",
     "load",
 ]

@@ -37,7 +37,7 @@ class ModelInfo:
         num_layers, num_kv_heads, head_dim: the cache is `[1, num_kv_heads, capacity, head_dim]` twice a layer.
         vocab_size: columns of the logits; at least the tokenizer's, padding rows included.
         context_length: most tokens the cache may hold.
-        precision: `fp32`, `int8` or `int4`; `block_size` is None for fp32.
+        precision: `fp32`, `fp16`, `int8` or `int4`; `block_size` is None for floats.
         row_invariance: the smallest rule under which a row's logits do not depend on the call's other rows.
         num_parameters: of the original.
         source: where the weights came from, and their licence (SPDX where known).
@@ -258,7 +258,7 @@ def _model_info(fields: Fields) -> ModelInfo:
         head_dim=fields.count("head_dim", MAX_HEAD_DIM),
         vocab_size=fields.count("vocab_size", MAX_VOCAB),
         context_length=fields.count("context_length", MAX_CONTEXT),
-        precision=fields.choice("precision", ("fp32", "int8", "int4")),
+        precision=fields.choice("precision", ("fp32", "fp16", "int8", "int4")),
         block_size=fields.count("block_size", MAX_VOCAB) if fields.has("block_size") else None,
         row_invariance=cast(RowInvariance, fields.choice("row_invariance", (">=2", "even", "none"))),
         num_parameters=fields.count("num_parameters", 1 << 50),

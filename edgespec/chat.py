@@ -1,4 +1,4 @@
-"""Messages -> the prompt text of a model: chat templates, rendered in a sandbox, and the turns of a conversation.
+"""Messages -> the prompt text of a model: chat templates, rendered in a sandbox, and which turns fit.
 
 A template comes with the bundle and is untrusted: it sees no Python internals, changes nothing, and is stopped
 when it takes too long or writes too much. Knows nothing of tokens or of models.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, TypeAlias
 
@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Cycler, Joiner, Namespace
 
-from edgespec.errors import BundleError, ConfigError
+from edgespec.errors import BundleError, ConfigError, ContextOverflowError
 
 Message: TypeAlias = Mapping[str, str]
 
@@ -77,35 +77,42 @@ class ChatTemplate:
             raise BundleError(f"{self._name} fails: {kind}{_one_line(error)}; use a bundle with another") from error
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The turns of a chat, and the system prompt before them (the template's own default where it is None)."""
+def drop_oldest(
+    messages: Sequence[Message], count: Callable[[Sequence[Message]], int], limit: int
+) -> tuple[list[Message], tuple[Message, ...]]:
+    """What is kept of a conversation that must fit, and what is dropped: whole turns, oldest first.
 
-    system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    A turn is a user's message and what follows it up to the next. System messages at the beginning and the last
+    turn are always kept. How much is dropped is rounded up to quarters of the limit, and depends on nothing but the
+    messages: while a conversation grows by less than that it is cut in the same place each time, so that a cache of
+    the last prompt still holds the beginning of the next one.
 
-    def ask(self, text: str) -> None:
-        self.turns.append({"role": "user", "content": text})
+    Args:
+        messages: oldest first.
+        count: tokens of a conversation, by its messages.
+        limit: most tokens that what is kept may have.
+    Raises:
+        ContextOverflowError: the last turn does not fit.
+    """
+    total = count(messages)
+    if total <= limit:
+        return list(messages), ()
+    first = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > first]
 
-    def answer(self, text: str) -> None:
-        """Record the answer to the last question; an empty one takes the question back."""
-        if text:
-            self.turns.append({"role": "assistant", "content": text})
-        else:
-            self.take_back()
+    def kept(start: int) -> list[Message]:
+        return [*messages[:first], *messages[start:]]
 
-    def take_back(self) -> None:
-        """Forget a question that has no answer."""
-        if self.turns and self.turns[-1]["role"] == "user":
-            self.turns.pop()
-
-    def reset(self) -> None:
-        """Forget the turns; the system prompt stays."""
-        self.turns.clear()
-
-    def messages(self) -> list[dict[str, str]]:
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return first + list(self.turns)
+    quarter = max(1, limit // 4)
+    wanted = total - -(-(total - limit) // quarter) * quarter
+    at = bisect_left(starts, True, key=lambda start: count(kept(start)) <= wanted)
+    start = starts[min(at, len(starts) - 1)] if starts else first
+    if count(kept(start)) > limit:
+        raise ContextOverflowError(
+            f"the last turn and the system prompt have {count(kept(start))} tokens and only {limit} fit beside the "
+            "answer: shorten them"
+        )
+    return kept(start), tuple(messages[first:start])
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.noise import Noise
+from edgespec.policy import Choice, Offer, Outcome
 from edgespec.shaper import Shaper
 from edgespec.verify import Draft
 
 Tokens: TypeAlias = NDArray[np.int64]
 Rows: TypeAlias = NDArray[np.float32]
+
+
+class Interrupted(Exception):
+    """A call of a model was ended from another thread because its answer is not wanted any more. No error."""
 
 
 class Scorer(Protocol):
@@ -54,16 +60,39 @@ class Scorer(Protocol):
         Raises:
             ContextOverflowError: more tokens than the context holds.
             SessionError: the runtime failed.
+            Interrupted: the call was ended from another thread.
         """
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` cached tokens."""
 
 
-class Drafter(Protocol):
-    """Proposes a continuation. Never decides anything: what is emitted is up to `verify`."""
+GoesOn: TypeAlias = Callable[[Sequence[float]], bool]
 
-    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
+
+class Drafter(Protocol):
+    """Proposes a continuation. Never decides anything: what is emitted is up to `verify`.
+
+    Subclass it to bring one of your own; only `propose` must be written.
+
+    Attributes:
+        is_lookup: whether it proposes all at once and at no cost worth measuring. It is then asked every round, and
+            learnt about even where its proposal is not checked.
+    """
+
+    is_lookup: bool = True
+
+    def backlog(self, context: Tokens) -> int:
+        """How many tokens of `context` it would have to read before it could propose: 1 or less is up to date."""
+        return 0
+
+    def learn(self, text: Tokens) -> None:
+        """Told the whole text when an answer has ended."""
+        return None
+
+    def propose(
+        self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
+    ) -> Draft:
         """Return at most `limit` tokens (none is a legal answer) that may follow `context`.
 
         Args:
@@ -71,4 +100,26 @@ class Drafter(Protocol):
             limit: at least 1.
             shaper: how tokens are chosen; a drafter that samples must shape its own distributions with it.
             noise: the randomness of this answer; draw with purpose `DRAFT` at position `len(context)`.
+            goes_on: asked after each token, with the confidences of those drafted so far, whether another one is
+                worth its cost. It must not lead to a drawn token being left out. Lookups need not ask.
         """
+
+
+class DraftPolicy(Protocol):
+    """Decides who drafts in a round, and how much. `policy.AdaptivePolicy` and `policy.FixedPolicy` are two."""
+
+    @property
+    def max_depth(self) -> int:
+        """Most tokens that it will ever ask for."""
+
+    def choose(self, offers: Sequence[Offer], past: int, room: int) -> Choice:
+        """Pick a drafter and the most tokens it may draft, at most `room`."""
+
+    def goes_on(self, name: str, confidences: Sequence[float], past: int) -> bool:
+        """Whether one more token is worth drafting after those with these confidences."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take in what a round did."""
+
+    def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
+        """Take in what would have become of a lookup's proposal that was not checked."""

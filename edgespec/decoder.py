@@ -6,22 +6,24 @@ a `Scorer` nor text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
 import numpy as np
 
-from edgespec.contracts import Drafter, Rows, Scorer, Tokens
-from edgespec.errors import ContextOverflowError
+from edgespec.contracts import Drafter, DraftPolicy, Interrupted, Rows, Scorer, Tokens
+from edgespec.errors import ConfigError, ContextOverflowError
+from edgespec.logprobs import TokenLogprobs, token_logprobs
 from edgespec.noise import Noise
-from edgespec.params import SamplingParams
-from edgespec.shaper import Shaper
+from edgespec.params import SamplingParams, Verifier
+from edgespec.policy import FixedPolicy, Offer, Outcome
+from edgespec.shaper import Constraint, Shaper
 from edgespec.stats import GenerationStats
-from edgespec.verify import EMPTY_DRAFT, Draft, Verdict, verify_greedy, verify_rejection
+from edgespec.verify import EMPTY_DRAFT, Draft, Verdict, verify_coupled, verify_greedy, verify_rejection
 
-FinishReason = Literal["eos", "stop", "length", "context", "cancelled"]
+FinishReason = Literal["eos", "stop", "length", "context", "time", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class Step:
         tokens: emitted, at least one unless cancelled; an end token is included.
         drafted, accepted: proposed tokens, and those of them among `tokens`.
         finish: why the answer ends here, or `None`.
+        logprobs: of each of `tokens`, if they were asked for.
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class SpeculativeDecoder:
@@ -45,26 +49,34 @@ class SpeculativeDecoder:
 
     Args:
         target: scores; its distribution is what the output has.
-        drafter: proposes; `None` is plain decoding.
-        num_draft_tokens: proposed per round at most.
+        drafter: proposes; several by name, of which the policy picks one a round; `None` is plain decoding.
+        num_draft_tokens: proposed each round where there is no `policy`.
+        policy: decides who drafts and how much. Keeps what it has learnt from one answer to the next.
         eos_token_ids: tokens that end an answer.
         prefill_chunk: tokens of the prompt between two looks at `cancelled`; even.
+        verifier: how sampled drafts are checked.
     """
 
     def __init__(
         self,
         target: Scorer,
-        drafter: Drafter | None,
+        drafter: Drafter | Mapping[str, Drafter] | None,
         *,
-        num_draft_tokens: int,
+        num_draft_tokens: int = 0,
+        policy: DraftPolicy | None = None,
         eos_token_ids: tuple[int, ...],
         prefill_chunk: int,
+        verifier: Verifier = "standard",
     ) -> None:
         self.target = target
-        self.drafter = drafter
-        self.num_draft_tokens = num_draft_tokens if drafter is not None else 0
+        if drafter is None:
+            self.drafters: Mapping[str, Drafter] = {}
+        else:
+            self.drafters = drafter if isinstance(drafter, Mapping) else {"draft": drafter}
+        self.policy: DraftPolicy = policy or FixedPolicy(num_draft_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prefill_chunk = prefill_chunk
+        self._check = verify_coupled if verifier == "coupled" else verify_rejection
 
     def generate(
         self,
@@ -72,6 +84,9 @@ class SpeculativeDecoder:
         params: SamplingParams,
         stats: GenerationStats,
         cancelled: Callable[[], bool] = lambda: False,
+        *,
+        draft_first: bool = False,
+        constraint: Constraint | None = None,
     ) -> Iterator[Step]:
         """Yield rounds until the answer ends. Closing the iterator, or an error, leaves the decoder usable.
 
@@ -80,9 +95,15 @@ class SpeculativeDecoder:
             params: how tokens are chosen, and how many.
             stats: counted up while the answer is made.
             cancelled: asked before each call of a model.
+            draft_first: draft from the first token on, instead of letting the first token wait for the prompt
+                alone. Makes the law of a whole round testable at a context that is known.
+            constraint: what the answer must match: `params.grammar`, made ready for the tokenizer.
         Raises:
             ContextOverflowError: the prompt leaves no room for an answer.
+            ConfigError: a token id in `params` is outside the vocabulary, or what `params` ask for leaves nothing
+                to choose from.
         """
+        assert (params.grammar is None) == (constraint is None), params
         if len(prompt) >= self.target.context_length:
             raise ContextOverflowError(
                 f"the prompt has {len(prompt)} tokens and the model's context {self.target.context_length}: shorten it"
@@ -90,52 +111,125 @@ class SpeculativeDecoder:
         started = perf_counter()
         stats.prompt_tokens = len(prompt)
         context = _Context(prompt, params.max_new_tokens)
-        shaper, noise = Shaper(params), Noise(params.seed)
-        is_read = self._read(context.tokens, stats, cancelled)
-        # The first token waits for the prompt alone: the drafter reads it when it is first asked.
-        limit = 0
+        shaper = Shaper(params, prompt, self.eos_token_ids, self.target.vocab_size, constraint)
+        noise = Noise(params.seed)
+        # The first token waits for the prompt alone: a draft model reads it when it is first asked.
+        may_draft = draft_first
         finish: FinishReason | None = None
-        while finish is None:
-            if not is_read or cancelled():
-                yield Step((), 0, 0, "cancelled")
-                return
-            step = self._round(context, limit, shaper, noise, stats)
-            limit, finish = self.num_draft_tokens, step.finish
-            _count(stats, step, perf_counter() - started)
-            yield step
-            started = perf_counter()
+        try:
+            is_read = self._read(context.tokens, stats, cancelled)
+            while finish is None:
+                if not is_read or cancelled():
+                    raise Interrupted
+                step = self._round(context, may_draft, shaper, noise, stats)
+                may_draft, finish = True, step.finish
+                _count(stats, step, perf_counter() - started)
+                yield step
+                started = perf_counter()
+        except Interrupted:
+            yield Step((), 0, 0, "cancelled")
+        finally:  # also where a stop string ended the answer, which closes this generator
+            for drafter in self.drafters.values():
+                drafter.learn(context.tokens)
 
     def _read(self, context: Tokens, stats: GenerationStats, cancelled: Callable[[], bool]) -> bool:
         """Feed the target all but the last chunk of the prompt. False when cancelled midway."""
         pending = self.target.sync(context)
-        stats.cached_tokens = len(context) - len(pending)
+        stats.cached_tokens = stats.read_tokens = len(context) - len(pending)
         while len(pending) > self.prefill_chunk:
             if cancelled():
                 return False
             self.target.forward(pending[: self.prefill_chunk], 1)
             pending = pending[self.prefill_chunk :]
+            stats.read_tokens += self.prefill_chunk
         return True
 
-    def _round(self, context: _Context, limit: int, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Step:
-        draft = self._draft(context, limit, shaper, noise, stats)
+    def _round(self, context: _Context, may_draft: bool, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Step:
+        plan = self._draft(context, may_draft, shaper, noise)
+        draft = plan.draft
         pending = self.target.sync(context.tokens)
+        started = perf_counter()
         rows = self.target.forward(np.concatenate([pending, draft.tokens]), len(draft) + 1)
-        verdict = _decide(rows, draft, shaper, noise, context.tokens)
+        target_s = perf_counter() - started
+        raw = None if shaper.params.logprobs is None else rows.copy()
+        rows, verdict = self._decide(rows, draft, shaper, noise, context.tokens)
         emitted = [*draft.tokens[: verdict.accepted].tolist(), verdict.token]
+        self._learn(plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s)
+        possible = [shaper.is_possible(row, token) for row, token in zip(rows, emitted, strict=False)]
+        if not possible[0]:
+            raise ConfigError(
+                f"no token is left to choose behind the {len(context.tokens)} tokens so far: the bans, the "
+                "logits_processor and the grammar of this answer exclude each other"
+            )
+        if not all(possible):  # the next round finds out whether the text really gets there
+            del emitted[possible.index(False) :]
         finish = self._cut(emitted, context, shaper.params)
         context.extend(emitted)
-        return Step(tuple(emitted), len(draft), min(verdict.accepted, len(emitted)), finish)
+        stats.draft_s += plan.seconds
+        logprobs = () if raw is None else token_logprobs(raw[: len(emitted)], emitted, shaper.params.logprobs or 0)
+        return Step(tuple(emitted), len(draft), min(verdict.accepted, len(emitted)), finish, logprobs)
 
-    def _draft(self, context: _Context, limit: int, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Draft:
+    def _draft(self, context: _Context, may_draft: bool, shaper: Shaper, noise: Noise) -> _Plan:
+        """Ask the policy, and the drafter that it picks. Lookups propose first: that is free, and tells it more."""
+        tokens = context.tokens
         # One token less than there is room for: the pass itself emits one more.
-        limit = min(limit, context.room - 1, self.target.context_length - len(context.tokens) - 1)
-        if self.drafter is None or limit < 1:
-            return EMPTY_DRAFT
+        room = min(context.room, self.target.context_length - len(tokens)) - 1
+        limit = min(room, self.policy.max_depth)
+        if limit < 1 or not self.drafters or not may_draft:
+            return _Plan(EMPTY_DRAFT)
         started = perf_counter()
-        draft = self.drafter.propose(context.tokens, limit, shaper, noise)
-        stats.draft_s += perf_counter() - started
-        assert len(draft) <= limit, (len(draft), limit)
-        return draft
+        proposals = {
+            name: _possible(drafter.propose(tokens, limit, shaper, noise), tokens, shaper)
+            for name, drafter in self.drafters.items()
+            if drafter.is_lookup
+        }
+        offers = [
+            Offer(name, _confidences(proposals[name])) if name in proposals else Offer(name, None, d.backlog(tokens))
+            for name, d in self.drafters.items()
+        ]
+        choice = self.policy.choose(offers, len(tokens), limit)
+        if choice.name is None:
+            return _Plan(EMPTY_DRAFT, proposals=proposals, seconds=perf_counter() - started)
+        if choice.name in proposals:
+            draft = proposals[choice.name].first(choice.depth)
+            return _Plan(draft, choice.name, proposals, perf_counter() - started)
+        name, past = choice.name, len(tokens)
+        backlog = next(offer.backlog for offer in offers if offer.name == name)
+        draft = self.drafters[name].propose(
+            tokens, choice.depth, shaper, noise, lambda confidences: self.policy.goes_on(name, confidences, past)
+        )
+        assert len(draft) <= choice.depth, (len(draft), choice)
+        return _Plan(draft, name, proposals, perf_counter() - started, backlog)
+
+    def _learn(
+        self, plan: _Plan, emitted: list[int], num_accepted: int, past: int, num_pending: int, target_s: float
+    ) -> None:
+        """Tell the policy what the round did, and what lookups that were not checked would have done."""
+        outcome = Outcome(
+            plan.name,
+            _confidences(plan.draft),
+            num_accepted,
+            len(emitted),
+            past,
+            # More than one pending token is text being read: no round like the others.
+            len(plan.draft) + 1 if num_pending == 1 else 0,
+            target_s,
+            plan.seconds,
+            plan.backlog,
+        )
+        self.policy.learn(outcome)
+        for name, proposal in plan.proposals.items():
+            if name != plan.name and len(proposal):
+                seen = list(zip(proposal.tokens.tolist(), emitted, strict=False))
+                agreed = next((i for i, (one, other) in enumerate(seen) if one != other), len(seen))
+                self.policy.learn_shadow(name, _confidences(proposal)[: len(seen)], agreed)
+
+    def _decide(self, rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens) -> tuple[Rows, Verdict]:
+        if shaper.is_greedy:
+            rows = shaper.adjust(rows, context, draft.tokens)
+            return rows, verify_greedy(rows, draft)
+        rows = shaper.shape(rows, context, draft.tokens)
+        return rows, self._check(rows, draft, noise, len(context))
 
     def _cut(self, emitted: list[int], context: _Context, params: SamplingParams) -> FinishReason | None:
         """Cut `emitted` behind an end token, and say whether the answer ends."""
@@ -147,6 +241,17 @@ class SpeculativeDecoder:
         if len(emitted) >= context.room:
             return "length"
         return "context" if len(context.tokens) + len(emitted) >= self.target.context_length else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be checked in a round, who drafted it and how long that took, and what lookups proposed."""
+
+    draft: Draft
+    name: str | None = None
+    proposals: Mapping[str, Draft] = field(default_factory=dict)
+    seconds: float = 0.0
+    backlog: int = 0
 
 
 class _Context:
@@ -174,15 +279,20 @@ class _Context:
         self._length = end
 
 
-def _decide(rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens) -> Verdict:
-    if shaper.is_greedy:
-        return verify_greedy(shaper.adjust(rows, context, draft.tokens), draft)
-    return verify_rejection(shaper.shape(rows, context, draft.tokens), draft, noise, len(context))
+def _possible(draft: Draft, context: Tokens, shaper: Shaper) -> Draft:
+    """A deterministic proposal up to the first token that the grammar refuses."""
+    return draft.first(shaper.num_possible(context, draft.tokens)) if len(draft) else draft
+
+
+def _confidences(draft: Draft) -> tuple[float, ...]:
+    """One for each token; a drafter that says nothing is as sure of one as of another."""
+    return draft.confidences or (0.0,) * len(draft)
 
 
 def _count(stats: GenerationStats, step: Step, seconds: float) -> None:
     if stats.target_passes == 0:
         stats.prefill_s = seconds
+        stats.read_tokens = stats.prompt_tokens
     else:
         stats.decode_s += seconds
     stats.target_passes += 1

@@ -6,23 +6,33 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from edgespec.bundle import Bundle, ModelInfo, check_vocab, default_bundle_path, read_bundle
-from edgespec.chat import ChatTemplate
-from edgespec.contracts import Drafter, Tokens
-from edgespec.decoder import FinishReason, SpeculativeDecoder
-from edgespec.drafters import ModelDrafter, NgramDrafter
-from edgespec.errors import BundleError, BusyError, ConfigError, SessionError
-from edgespec.params import RowInvariance, RuntimeParams, SamplingParams, SpecParams
+from edgespec.aio import AsyncTextStream
+from edgespec.answer import Answer
+from edgespec.bundle import Bundle, ModelInfo, can_share_cache, check_vocab, default_bundle_path, read_bundle
+from edgespec.chat import Message
+from edgespec.contracts import DraftPolicy, Tokens
+from edgespec.decoder import SpeculativeDecoder, Step
+from edgespec.errors import SessionError
+from edgespec.gate import Gate
+from edgespec.params import RequestParams, RowInvariance, RuntimeParams, SamplingParams, SpecParams
+from edgespec.prompts import Prompt, PromptMaker
+from edgespec.speculation import choose_drafters, make_drafters, make_policy, resolve_runtime
+from edgespec.state import CacheFile, bundle_digest, read_caches, write_caches
 from edgespec.stats import GenerationStats
-from edgespec.tokens import StreamDecoder, Tokenizer
+from edgespec.stream import TextStream
+from edgespec.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from edgespec.ort import Interrupt
+    from edgespec.session import DecoderSession
+
+MakePrompt = Callable[[SamplingParams, RequestParams], Prompt]
 
 
 def load(
@@ -53,37 +63,51 @@ class Engine:
 
     Attributes:
         bundle: what was loaded.
-        drafter: the drafter in use: `model`, `ngram` or `none`.
+        drafters: names of the drafters in use, of which one drafts in a round; none for plain decoding.
         row_rule: the rule that exact mode keeps, or `None` without it.
         tokenizer: of the bundle.
+        prompts: makes the prompts of its answers.
+        gate: who is using the engine.
     """
 
-    def __init__(self, bundle: Bundle, spec: SpecParams, runtime: RuntimeParams) -> None:
+    def __init__(
+        self, bundle: Bundle, spec: SpecParams, runtime: RuntimeParams, *, parent: Engine | None = None
+    ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
-        self.drafter = _choose_drafter(spec, has_model=manifest.draft is not None)
-        self.tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
-        check_vocab(manifest, self.tokenizer.vocab_size)
-        self._template = _read_template(bundle)
-        if runtime.spinning == "auto":
-            runtime = replace(runtime, spinning="off" if self.drafter == "model" else "stop")
-        self._open(spec, runtime)
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self.drafters = choose_drafters(spec, has_model=manifest.draft is not None)
+        if parent is None:
+            self.tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
+            check_vocab(manifest, self.tokenizer.vocab_size)
+            prompts = PromptMaker(bundle, self.tokenizer)
+        else:
+            self.tokenizer = parent.tokenizer
+            prompts = parent.prompts
+        runtime = resolve_runtime(runtime, manifest, has_draft="model" in self.drafters)
+        self._spec, self._runtime = spec, runtime
+        self._open(spec, runtime, parent)
+        self.prompts: PromptMaker = prompts.limited(self.context_length)
+        self.gate = Gate()
+        # Also runs at the end of the interpreter, before threads that are in a call are killed.
+        weakref.finalize(self, self.gate.shut_down)
 
-    def _open(self, spec: SpecParams, runtime: RuntimeParams) -> None:
+    def _open(self, spec: SpecParams, runtime: RuntimeParams, parent: Engine | None) -> None:
         # Importing onnxruntime takes longer than all the rest of `import edgespec`.
         from edgespec.invariance import measure_row_invariance
         from edgespec.session import DecoderSession
 
-        def open_model(info: ModelInfo) -> DecoderSession:
+        loaded = {} if parent is None else parent._sessions_by_path()
+
+        def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
+            if info.path in loaded:
+                return loaded[info.path].fork(lender)
             path = self.bundle.path / info.path
-            return DecoderSession(path, context_length=info.context_length, runtime=runtime)
+            return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
 
         target = open_model(self.bundle.manifest.target)
         self._sessions = [target]
-        self.row_rule: RowInvariance | None = None
-        if runtime.exact:
+        self.row_rule: RowInvariance | None = target.row_rule
+        if runtime.exact and self.row_rule is None:
             self.row_rule = measure_row_invariance(target)
             if self.row_rule == "none":
                 raise SessionError(
@@ -91,19 +115,25 @@ class Engine:
                     "its logits depend on how many rows share a call. Load it without exact mode"
                 )
             target.row_rule = self.row_rule
-        drafter: Drafter | None = None
-        if self.drafter == "model" and self.bundle.manifest.draft is not None:
-            self._sessions.append(open_model(self.bundle.manifest.draft))
-            drafter = ModelDrafter(self._sessions[-1], target.vocab_size)
-        elif self.drafter == "ngram":
-            drafter = NgramDrafter(spec.max_ngram)
+        draft: DecoderSession | None = None
+        if "model" in self.drafters and self.bundle.manifest.draft is not None:
+            lender = target if can_share_cache(self.bundle.manifest) else None
+            draft = open_model(self.bundle.manifest.draft, lender)
+            self._sessions.append(draft)
+        drafters = make_drafters(self.drafters, spec, target, draft)
         self._decoder = SpeculativeDecoder(
             target,
-            drafter,
-            num_draft_tokens=spec.num_draft_tokens,
+            drafters,
+            policy=make_policy(drafters, spec, runtime, self.bundle.manifest, target, draft),
             eos_token_ids=self.bundle.manifest.eos_token_ids,
             prefill_chunk=runtime.prefill_chunk,
+            verifier=spec.verifier,
         )
+
+    @property
+    def drafter(self) -> str:
+        """Names of the drafters in use, as people write them: `ngram+model`, or `none`."""
+        return "+".join(self.drafters) or "none"
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -111,11 +141,27 @@ class Engine:
         return tuple(s.provider for s in self._sessions)
 
     @property
+    def runtime(self) -> RuntimeParams:
+        """How ONNX Runtime runs the models, with nothing left to choose but a `threads` of `None`."""
+        return self._runtime
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """Who decides how much is drafted. May be replaced between answers, by one that looks on for instance."""
+        return self._decoder.policy
+
+    @policy.setter
+    def policy(self, policy: DraftPolicy) -> None:
+        self._decoder.policy = policy
+
+    @property
     def context_length(self) -> int:
         """Most tokens that a prompt and its answer may have together."""
         return self._decoder.target.context_length
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> TextStream:
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, request: RequestParams | None = None
+    ) -> TextStream:
         """Answer a conversation.
 
         What the caches already hold of it is not read again, so passing the whole conversation each turn is cheap.
@@ -123,151 +169,174 @@ class Engine:
         Args:
             messages: `{"role": "system" | "user" | "assistant", "content": text}`, oldest first.
             params: how the answer is sampled; greedy by default.
+            request: what happens where the engine is busy or the conversation too long.
         Raises:
-            ConfigError: the messages do not fit the template, or the bundle has none.
+            ConfigError: the messages do not fit the template, or the bundle has none, or the grammar is not valid.
+            ContextOverflowError: the conversation is too long and `request` does not allow to shorten it.
+            MissingExtraError: a grammar is asked for and llguidance is not installed.
         """
-        if self._template is None:
-            raise ConfigError(f"{self.bundle.path} has no chat template: use generate() with plain text")
-        text = self._template.render(messages, add_generation_prompt=True)
-        return self._stream(self.tokenizer.encode(text, add_special_tokens=False), params, is_continued=False)
+        return self.open_stream(partial(self.prompts.from_messages, messages), params, request)
 
-    def generate(self, prompt: str | Sequence[int] | Tokens, params: SamplingParams | None = None) -> TextStream:
+    def achat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, request: RequestParams | None = None
+    ) -> AsyncTextStream:
+        """`chat` for an event loop. Raises nothing itself; the first piece does."""
+        return self._open_async(partial(self.prompts.from_messages, messages), params, request)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Tokens,
+        params: SamplingParams | None = None,
+        request: RequestParams | None = None,
+    ) -> TextStream:
         """Continue a text, or token ids of shape (n,), as they are: no template.
 
         Raises:
-            ConfigError: the prompt is empty, or an id is not in the vocabulary.
+            ConfigError: the prompt is empty, an id is not in the vocabulary, the grammar is not valid, or turns
+                are to be dropped from a text that has none.
+            ContextOverflowError: the prompt is too long.
+            MissingExtraError: a grammar is asked for and llguidance is not installed.
         """
-        if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            tokens = np.asarray(prompt, np.int64).reshape(-1)
-        if not len(tokens):
-            raise ConfigError("the prompt is empty: give it at least one token")
-        vocab_size = self.bundle.manifest.target.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise ConfigError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
-        return self._stream(tokens, params, is_continued=True)
+        return self.open_stream(partial(self.prompts.from_text, prompt), params, request)
 
-    def close(self) -> None:
-        """Release the sessions and caches. Closing twice is fine; using the engine afterwards is an error.
+    def agenerate(
+        self,
+        prompt: str | Sequence[int] | Tokens,
+        params: SamplingParams | None = None,
+        request: RequestParams | None = None,
+    ) -> AsyncTextStream:
+        """`generate` for an event loop. Raises nothing itself; the first piece does."""
+        return self._open_async(partial(self.prompts.from_text, prompt), params, request)
+
+    def count_tokens(self, text: str | Sequence[Message]) -> int:
+        """Tokens that a text, or a conversation as `chat` would send it, takes of the context.
 
         Raises:
-            BusyError: an answer is being made; cancel or close its stream first.
+            ConfigError: as `chat`.
         """
-        self._acquire()
+        return self.prompts.count(text)
+
+    def fork(self, spec: SpecParams | None = None) -> Engine:
+        """Another engine on the same loaded weights, with caches of its own: both may make answers at once.
+
+        Costs the memory of the caches, and of a draft model that this engine has not loaded. Either may be closed
+        first.
+
+        Args:
+            spec: another way of drafting; by default that of this engine.
+        Raises:
+            ConfigError: the engine is closed, or the bundle has no draft model that `spec` asks for.
+        """
+        self.gate.check_open()
+        return Engine(self.bundle, spec or self._spec, self._runtime, parent=self)
+
+    def cancel(self) -> None:
+        """End the answer that is being made, if one is, and wait until the engine is free. From any thread."""
+        self.gate.eject()
+
+    def save_caches(self, path: str | os.PathLike[str]) -> None:
+        """Write what the models have read to a file (uncompressed .npz), which `load_caches` reads.
+
+        The file appears whole or not at all. It takes the caches' size: 8 * layers * key/value heads * head size
+        bytes a token for each model with a cache of its own.
+
+        Raises:
+            BusyError: an answer is being made.
+            OSError: it cannot be written.
+        """
+        self.gate.enter()
         try:
-            if not self._is_closed:
-                self._is_closed = True
-                for session in self._sessions:
-                    session.close()
+            write_caches(Path(path), self._cache_file(), self._named_sessions())
         finally:
-            self._lock.release()
+            self.gate.leave()
+
+    def load_caches(self, path: str | os.PathLike[str]) -> None:
+        """Replace the caches by those of a file. What is then asked need not be read again as far as it is the same.
+
+        Raises:
+            ConfigError: the file is damaged, or was made with another bundle or way of running it. The caches are as
+                before.
+            BusyError: an answer is being made.
+            OSError: it cannot be read.
+        """
+        self.gate.enter()
+        try:
+            read_caches(Path(path), self._cache_file(), self._named_sessions())
+        finally:
+            self.gate.leave()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Release the sessions and caches. Closing twice is fine; using the engine afterwards is an error.
+
+        Args:
+            cancel: end the answer that is being made and refuse those that wait, as leaving a `with` block does.
+        Raises:
+            BusyError: an answer is being made, and `cancel` is not set.
+        """
+        if self.gate.close(eject=cancel):
+            for session in reversed(self._sessions):
+                session.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.close(cancel=True)
 
-    def _stream(self, tokens: Tokens, params: SamplingParams | None, *, is_continued: bool) -> TextStream:
-        return TextStream(self, tokens, params or SamplingParams(), tokens[-16:] if is_continued else tokens[:0])
+    def new_interrupt(self) -> Interrupt:
+        """For `TextStream`: the flag that ends its calls."""
+        from edgespec.ort import Interrupt
 
-    def _acquire(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise BusyError("the engine is making another answer: finish, cancel or close that stream first")
+        return Interrupt()
 
-
-class TextStream:
-    """An answer while it is made: iterate it for pieces of text.
-
-    Leaving the loop early and closing the stream (or leaving its `with` block, or dropping it) frees the engine.
-
-    Attributes:
-        stats: counters and rates, valid at any time.
-        token_ids: of the answer so far, an end token included.
-        finish_reason: `eos`, `stop`, `length`, `context` or `cancelled`; `None` until the end.
-    """
-
-    def __init__(self, engine: Engine, prompt: Tokens, params: SamplingParams, context: Tokens) -> None:
-        self.stats = GenerationStats()
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self._pieces: list[str] = []
-        self._cancelled = threading.Event()
-        self._decoder = StreamDecoder(engine.tokenizer, params.stop, context)
-        self._iterator = self._run(engine, prompt, params)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._iterator
-
-    def text(self) -> str:
-        """The whole answer, waiting for what is not there yet."""
-        for _ in self._iterator:
-            pass
-        return "".join(self._pieces)
-
-    def cancel(self) -> None:
-        """End the answer after the call of a model that is under way. From any thread, at any time."""
-        self._cancelled.set()
-
-    def close(self) -> None:
-        """End the answer here and free the engine. For the thread that iterates."""
-        self._iterator.close()
-        self.finish_reason = self.finish_reason or "cancelled"
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, engine: Engine, prompt: Tokens, params: SamplingParams) -> Generator[str, None, None]:
-        engine._acquire()
+    def steps(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stats: GenerationStats,
+        poll: Callable[[], bool],
+        interrupt: Interrupt,
+    ) -> Generator[Step, None, None]:
+        """For `TextStream`, inside the gate: the rounds of an answer."""
+        for session in self._sessions:
+            session.interrupt = interrupt
         try:
-            if engine._is_closed:
-                raise ConfigError("the engine is closed: load the bundle again")
-            for step in engine._decoder.generate(prompt, params, self.stats, self._cancelled.is_set):
-                piece = self._decoder.push(step.tokens)
-                self.token_ids += step.tokens
-                finish = self._stopped() or step.finish
-                if finish is not None:
-                    piece += self._decoder.flush()
-                    self.finish_reason = finish
-                if piece:
-                    self._pieces.append(piece)
-                    yield piece
-                if finish is not None:
-                    return
+            yield from self._decoder.generate(prompt.tokens, params, stats, poll, constraint=prompt.constraint)
         finally:
-            engine._lock.release()
+            for session in self._sessions:
+                session.interrupt = None
 
-    def _stopped(self) -> FinishReason | None:
-        """Forget tokens behind a stop string."""
-        if not self._decoder.stopped:
-            return None
-        del self.token_ids[self._decoder.num_tokens :]
-        self.stats.new_tokens = len(self.token_ids)
-        return "stop"
+    def open_stream(
+        self,
+        make: MakePrompt,
+        params: SamplingParams | None,
+        request: RequestParams | None,
+        on_end: Callable[[Answer], None] | None = None,
+        *,
+        is_lazy: bool = False,
+    ) -> TextStream:
+        """For `Conversation`: a stream whose prompt is made here, or (`is_lazy`) by the thread that iterates."""
+        params, request = params or SamplingParams(), request or RequestParams()
+        if is_lazy:
+            return TextStream(Answer(self, partial(make, params, request), params, request, on_end))
+        self.gate.check_open()
+        prompt = make(params, request)
+        return TextStream(Answer(self, lambda: prompt, params, request, on_end))
 
+    def _open_async(
+        self, make: MakePrompt, params: SamplingParams | None, request: RequestParams | None
+    ) -> AsyncTextStream:
+        return AsyncTextStream(self.open_stream(make, params, request, is_lazy=True))
 
-def _choose_drafter(spec: SpecParams, *, has_model: bool) -> str:
-    if spec.num_draft_tokens == 0:
-        return "none"
-    if spec.drafter == "auto":
-        return "model" if has_model else "ngram"
-    if spec.drafter == "model" and not has_model:
-        raise ConfigError("the bundle has no draft model: use the drafter `ngram`, or export it with --draft")
-    return spec.drafter
+    def _sessions_by_path(self) -> dict[str, DecoderSession]:
+        manifest = self.bundle.manifest
+        models = [manifest.target, *([] if manifest.draft is None else [manifest.draft])]
+        return {info.path: session for info, session in zip(models, self._sessions, strict=False)}
 
+    def _named_sessions(self) -> dict[str, DecoderSession]:
+        """The sessions with a cache of their own."""
+        named = zip(("target", "draft"), self._sessions, strict=False)
+        return {name: session for name, session in named if session.owns_cache}
 
-def _read_template(bundle: Bundle) -> ChatTemplate | None:
-    name = bundle.manifest.chat_template
-    if name is None:
-        return None
-    try:
-        source = Path(bundle.path / name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{bundle.path / name} cannot be read as text: {error}") from error
-    return ChatTemplate(source, bundle.manifest.special_tokens)
+    def _cache_file(self) -> CacheFile:
+        return CacheFile(bundle_digest(self.bundle.manifest), self.providers[0], self.row_rule or "off")

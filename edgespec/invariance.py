@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.contracts import Rows, Tokens
+from edgespec.contracts import Rows, Scorer, Tokens
 from edgespec.params import RowInvariance
 from edgespec.session import DecoderSession
 
@@ -49,7 +49,7 @@ def _holds(session: DecoderSession, rule: RowInvariance, tokens: Tokens) -> bool
     return all(np.array_equal(split_logits(session, tokens, widths), whole) for widths in _SPLITS)
 
 
-def split_logits(session: DecoderSession, tokens: Tokens, widths: Sequence[int]) -> Rows:
+def split_logits(session: Scorer, tokens: Tokens, widths: Sequence[int]) -> Rows:
     """Logits of every position, shape (n, vocab), with the tokens fed in calls of the given widths, repeated.
 
     After each call a wrong token is fed and rewound, as a rejected draft would be.

@@ -100,9 +100,23 @@ class SharedCache:
     def commit(self, total: int) -> None:
         """The buffer already holds what the call wrote."""
 
+    def read(self, length: int) -> list[NDArray[np.float32]]:
+        """Copies of the first `length` tokens of every tensor."""
+        return [buffer.numpy()[:, :, :length].copy() for buffer in self._buffers]
+
+    def write(self, arrays: Sequence[NDArray[np.float32]], length: int) -> None:
+        """Replace everything by these, shaped for `length` tokens."""
+        while self.capacity < length:
+            self.capacity *= 2
+        self._buffers = [self._filled(t, a, self.capacity) for t, a in zip(self.tensors, arrays, strict=True)]
+        self._bind()
+
     def _grown(self, tensor: CacheTensor, buffer: Any, used: int, capacity: int) -> Any:
+        return self._filled(tensor, buffer.numpy()[:, :, :used], capacity)
+
+    def _filled(self, tensor: CacheTensor, array: NDArray[np.float32], capacity: int) -> Any:
         larger = np.zeros(tensor.shape(capacity), np.float32)
-        larger[:, :, :used] = buffer.numpy()[:, :, :used]
+        larger[:, :, : array.shape[2]] = array
         return self._device.put(larger)
 
     def _bind(self) -> None:
@@ -116,7 +130,7 @@ class GrowingCache:
     """Exact-length tensors, replaced by each call; rolling back slices (a copy)."""
 
     def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any) -> None:
-        self._tensors, self._device, self._binding = tensors, device, binding
+        self.tensors, self._device, self._binding = tensors, device, binding
         self._values = [device.empty(t.shape(0)) for t in tensors]
         self._presents = self._values
         self._length = 0
@@ -126,11 +140,19 @@ class GrowingCache:
         if used < self._length:
             self._values = [self._device.put(v.numpy()[:, :, :used].copy()) for v in self._values]
             self._length = used
-        self._presents = [self._device.empty(t.shape(total)) for t in self._tensors]
-        for tensor, past, present in zip(self._tensors, self._values, self._presents, strict=True):
+        self._presents = [self._device.empty(t.shape(total)) for t in self.tensors]
+        for tensor, past, present in zip(self.tensors, self._values, self._presents, strict=True):
             self._binding.bind_ortvalue_input(tensor.past, past)
             self._binding.bind_ortvalue_output(tensor.present, present)
 
     def commit(self, total: int) -> None:
         """Take what the call wrote as the next past. Not called when the call failed: the old past stands."""
         self._values, self._length = self._presents, total
+
+    def read(self, length: int) -> list[NDArray[np.float32]]:
+        """Copies of the first `length` tokens of every tensor."""
+        return [value.numpy()[:, :, :length].copy() for value in self._values]
+
+    def write(self, arrays: Sequence[NDArray[np.float32]], length: int) -> None:
+        """Replace everything by these, shaped for `length` tokens."""
+        self._values, self._length = [self._device.put(a.copy()) for a in arrays], length

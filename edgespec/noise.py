@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     DRAFT = 1  # drawing the drafted tokens of a round
     ACCEPT = 2  # accepting or rejecting them
     EMIT = 3  # the corrected or bonus token that ends the round
+    CHOOSE = 4  # the token at a position, the same for target and draft
 
 
 class Noise:
@@ -26,7 +27,8 @@ class Noise:
 
     A round starts at the number of committed tokens, which grows by at least one each round: numbers addressed by
     the start of the round are therefore never seen twice, even when the depth of a round is chosen after looking
-    at the drafts of the last one.
+    at the drafts of the last one. Numbers that belong to a position (`choose`) are seen by the target and the draft,
+    and by a later round that comes back to the position.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -36,3 +38,20 @@ class Noise:
         """`count` independent draws from [0, 1) for the round that starts at position `start`."""
         bits = np.random.Philox(key=self.seed, counter=[0, 0, start, int(purpose)])
         return np.random.Generator(bits).random(count)
+
+    def choose(self, weights: NDArray[np.float32], position: int) -> int:
+        """The token that wins the race of `weights` at a position: arg max of log weight + Gumbel noise.
+
+        Distributed as the weights. Every token has its noise from (seed, position) alone, whatever the weights are,
+        so that two similar distributions mostly choose the same token.
+
+        Args:
+            weights: shape (vocab,), not negative (need not sum to 1). Without any weight the answer is 0.
+            position: of the token in the text.
+        """
+        (alive,) = np.nonzero(weights)
+        if not len(alive):
+            return 0
+        uniforms = self.uniforms(position, Purpose.CHOOSE, int(alive[-1]) + 1)[alive]
+        # Gumbel noise is -log(E) with E exponential: the smallest E / weight wins, and only E needs a logarithm.
+        return int(alive[np.argmin(-np.log1p(-uniforms) / weights[alive])])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from edgespec.errors import ConfigError
 
 DrafterName = Literal["auto", "model", "ngram", "none"]
+Verifier = Literal["standard", "coupled"]
 Spinning = Literal["auto", "on", "off", "stop"]
 RowInvariance = Literal[">=2", "even", "none"]
+GrammarKind = Literal["json_schema", "regex", "lark"]
+Overflow = Literal["stop", "refuse", "drop_oldest"]
+Busy = Literal["raise", "wait"]
+# (tokens of the text so far, shape (n,); row of logits that follows it) -> row. Arrays; this file knows no NumPy.
+LogitsProcessor = Callable[[Any, Any], Any]
 
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
@@ -28,21 +35,96 @@ def _is_count(value: object, least: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match as a whole: a JSON schema, a regular expression or a Lark grammar.
+
+    Only tokens that keep a match possible can be chosen, and the end token only where the text is a match; where
+    nothing can be added to it, the answer ends. An answer that is cut by `max_new_tokens` or a stop string is the
+    beginning of a match. Needs the extra `structured` (llguidance, whose dialects of the three are accepted).
+
+    Attributes:
+        kind: `json_schema`, `regex` or `lark`.
+        source: the schema, the expression or the grammar, as text.
+    """
+
+    kind: GrammarKind
+    source: str
+
+    def __post_init__(self) -> None:
+        kinds = ("json_schema", "regex", "lark")
+        _require(self.kind in kinds, "the kind of grammar", self.kind, "one of " + ", ".join(kinds))
+        wanted = "text that is not empty"
+        _require(isinstance(self.source, str) and bool(self.source.strip()), f"the {self.kind}", self.source, wanted)
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
+        """JSON that a schema (its text, or what that parses to) accepts, written without white space.
+
+        Raises:
+            ConfigError: it is not a JSON object.
+        """
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            source = json.dumps(parsed)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the JSON schema is not valid JSON: {error}") from error
+        if not isinstance(parsed, Mapping):
+            raise ConfigError(f"the JSON schema is not a JSON object: {source[:80]}")
+        return cls("json_schema", source)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression (of Rust's dialect: no look-around, no back references) matches whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """Text that a context-free grammar in Lark's notation derives from its rule `start`."""
+        return cls("lark", grammar)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the text of one answer is chosen.
 
-    The order is temperature, top-k, top-p, min-p, as in transformers; each works on what the one before left,
-    renormalised. All of them apply to the target's and to the draft's distribution alike.
+    First the logits are changed, in this order: logit bias, repetition penalty, frequency and presence penalty,
+    no-repeat n-gram, minimum of new tokens, banned tokens, the caller's own processor, grammar. Greedy decoding
+    takes the arg max of the result. Otherwise follow temperature, top-k, top-p, min-p and typical-p, each working
+    on what the one before left, renormalised. The order is that of transformers, which has no presence and no
+    frequency penalty, and where a grammar is a processor of the caller.
+
+    All of it applies to the target's and to the draft's rows alike, and what depends on the text sees the text as
+    it is at that row, drafted tokens included.
 
     Attributes:
         temperature: 0 is greedy (arg max, a path of its own); otherwise logits are divided by it.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass is at least this; 1 keeps all.
         min_p: keep tokens at least this fraction as probable as the most probable one; 0 keeps all.
+        typical_p: keep the tokens whose surprise is closest to the entropy, up to this mass; 1 keeps all.
+        repetition_penalty: for tokens of the prompt or the answer, positive logits are divided by it and
+            negative ones multiplied; 1 changes nothing, below 1 rewards repetition.
+        frequency_penalty: subtracted from a token's logit for each time that it occurs in the answer; from -2 to 2.
+        presence_penalty: subtracted once if it occurs in the answer at all; from -2 to 2. As in OpenAI's API:
+            logit[t] - count[t] * frequency_penalty - (count[t] > 0) * presence_penalty, prompt not counted.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice in prompt and answer; 0 is off.
+        logit_bias: added to the logits of these token ids.
+        banned_tokens: ids that are never chosen.
+        min_new_tokens: no end token before the answer has this many tokens.
+        logits_processor: `(context, row) -> row`, called for every row: `context` are the ids before it, shape
+            (n,), read only; `row` is shape (columns,), float32, and may be changed and returned. It must depend
+            on nothing else, or target and draft see different rules. A draft model may have more or fewer
+            columns (padding) than the target.
+        grammar: what the text must match.
         seed: of the noise; `None` takes a fresh one from the operating system for each answer.
         max_new_tokens: the answer has at most this many tokens, the end token included.
         stop: the answer ends before the first of these strings.
         ignore_eos: go on past the model's end tokens (for measuring).
+        max_time: seconds from the start of the work (waiting for a busy engine not counted) after which no further
+            call of a model is begun; the answer ends with the reason `time`. `None` is no limit.
+        logprobs: for each token of the answer, its log-probability and those of this many most probable tokens;
+            0 gives only its own, `None` nothing. They are the target's own, the log-softmax of its logits at that
+            position before anything above (bias, penalties, temperature, cuts, grammar) changes them.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -56,8 +138,26 @@ class SamplingParams:
     max_new_tokens: int = 512
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    banned_tokens: Sequence[int] = ()
+    min_new_tokens: int = 0
+    logits_processor: LogitsProcessor | None = None
+    grammar: Grammar | None = None
+    max_time: float | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_cuts()
+        self._check_penalties()
+        self._check_tokens()
+        self._check_text()
+
+    def _check_cuts(self) -> None:
         number = _is_number
         _require(
             number(self.temperature) and 0 <= self.temperature <= 100,
@@ -68,6 +168,32 @@ class SamplingParams:
         _require(_is_count(self.top_k, 0), "top_k", self.top_k, "0 (off) or a positive integer")
         _require(number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
         _require(number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 (off) to 1")
+        typical = number(self.typical_p) and 0 < self.typical_p <= 1
+        _require(typical, "typical_p", self.typical_p, "above 0 and at most 1 (off)")
+
+    def _check_penalties(self) -> None:
+        factor = self.repetition_penalty
+        wanted = "a number above 0, at most 100; 1 is off"
+        _require(_is_number(factor) and 0 < factor <= 100, "repetition_penalty", factor, wanted)
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2; 0 is off")
+        size = self.no_repeat_ngram_size
+        _require(_is_count(size, 0), "no_repeat_ngram_size", size, "0 (off) or a positive integer")
+
+    def _check_tokens(self) -> None:
+        bias, banned = self.logit_bias, self.banned_tokens
+        _require(
+            isinstance(bias, Mapping) and all(_is_count(t, 0) and _is_number(b) for t, b in bias.items()),
+            "logit_bias",
+            bias,
+            "a mapping of token ids to finite numbers",
+        )
+        is_list = isinstance(banned, Sequence) and not isinstance(banned, str)
+        _require(is_list and all(_is_count(t, 0) for t in banned), "banned_tokens", banned, "a list of token ids")
+        _require(_is_count(self.min_new_tokens, 0), "min_new_tokens", self.min_new_tokens, "0 or a positive integer")
+
+    def _check_text(self) -> None:
         _require(
             self.seed is None or (_is_count(self.seed, 0) and self.seed < 2**64),
             "seed",
@@ -81,6 +207,16 @@ class SamplingParams:
             self.stop,
             "a list of non-empty strings",
         )
+        seconds, count = self.max_time, self.logprobs
+        is_time = seconds is None or (_is_number(seconds) and seconds > 0)
+        _require(is_time, "max_time", seconds, "None or a number of seconds above 0")
+        is_few = count is None or (_is_count(count, 0) and count <= 100)
+        _require(is_few, "logprobs", count, "None or an integer from 0 to 100")
+        hook, grammar = self.logits_processor, self.grammar
+        _require(hook is None or callable(hook), "logits_processor", hook, "None or a function (context, row) -> row")
+        made = "None or made by Grammar.json_schema, Grammar.regex or Grammar.lark"
+        _require(grammar is None or isinstance(grammar, Grammar), "grammar", grammar, made)
+        _require(grammar is None or not self.ignore_eos, "ignore_eos", self.ignore_eos, "False with a grammar")
 
     @property
     def is_greedy(self) -> bool:
@@ -88,30 +224,75 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestParams:
+    """How one answer is asked for: what happens when the engine is busy or the text too long.
+
+    Attributes:
+        overflow: what a conversation that outgrows the context does. `stop`: the answer ends where the context
+            does, with the reason `context`; a prompt that leaves no room at all is refused. `refuse`: the prompt and
+            `max_new_tokens` must fit together, or nothing is begun. `drop_oldest` (chats only): the oldest turns are
+            left out, never the system prompt nor the last turn, until there is room for `max_new_tokens` or a
+            quarter of the context, whichever is less; `TextStream.dropped` says what was left out. The cache holds
+            keys rotated by their position, so all that comes after a gap has to be read again: the cost is a prompt
+            of the turns that are kept. Therefore more is dropped than must be, up to a quarter of the context, and the
+            turns after that find the cache as they need it.
+        busy: `raise` raises BusyError at once where the engine is making another answer, `wait` waits for its end.
+        timeout: seconds that `wait` waits at most before it raises BusyError; `None` is for ever. A thread that
+            waits for a stream which it left half read itself waits in vain.
+        on_prefill: `(read, total)`, called while the prompt is read, in the thread that iterates, after every
+            `RuntimeParams.prefill_chunk` tokens and at the end; both count tokens, cached ones included. It may
+            cancel the stream.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    overflow: Overflow = "stop"
+    busy: Busy = "raise"
+    timeout: float | None = None
+    on_prefill: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("overflow", ("stop", "refuse", "drop_oldest")), ("busy", ("raise", "wait"))):
+            value = getattr(self, name)
+            _require(value in choices, name, value, "one of " + ", ".join(choices))
+        seconds, hook = self.timeout, self.on_prefill
+        is_time = seconds is None or (_is_number(seconds) and seconds >= 0)
+        _require(is_time, "timeout", seconds, "None or a number of seconds, 0 or more")
+        _require(hook is None or callable(hook), "on_prefill", hook, "None or a function (read, total)")
+
+
+@dataclass(frozen=True, slots=True)
 class SpecParams:
     """How drafts are made.
 
     Attributes:
-        drafter: `model` (the bundle's draft), `ngram` (prompt lookup), `none` (plain decoding), or `auto`: the
-            model where the bundle has one, prompt lookup otherwise.
-        num_draft_tokens: tokens proposed per round at most; gamma in the papers. 0 is plain decoding.
+        drafter: `model` (the bundle's draft), `ngram` (prompt lookup), `none` (plain decoding), or `auto`: both, as
+            far as the bundle has a draft, one of them in a round (the model alone with a fixed number of tokens).
+        num_draft_tokens: tokens proposed per round; gamma in the papers. 0 is plain decoding. `None` drafts as long
+            as it pays by what calls cost on this machine, which may be not at all.
         max_ngram: longest suffix that prompt lookup searches for.
+        verifier: how sampled drafts are checked; greedy ones always by arg max. `standard` accepts the most;
+            `coupled` shares noise between target and draft, so that the text for a seed is the same with any
+            drafter or none (to the last bit in exact mode).
     """
 
     drafter: DrafterName = "auto"
-    num_draft_tokens: int = 4
-    max_ngram: int = 4
+    num_draft_tokens: int | None = None
+    max_ngram: int = 8
+    verifier: Verifier = "standard"
 
     def __post_init__(self) -> None:
         names = ("auto", "model", "ngram", "none")
         _require(self.drafter in names, "drafter", self.drafter, "one of " + ", ".join(names))
         _require(
-            _is_count(self.num_draft_tokens, 0) and self.num_draft_tokens <= 64,
+            self.num_draft_tokens is None or (_is_count(self.num_draft_tokens, 0) and self.num_draft_tokens <= 64),
             "num_draft_tokens",
             self.num_draft_tokens,
-            "an integer from 0 to 64",
+            "None or an integer from 0 to 64",
         )
         _require(_is_count(self.max_ngram, 1), "max_ngram", self.max_ngram, "a positive integer")
+        _require(self.verifier in ("standard", "coupled"), "verifier", self.verifier, "standard or coupled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +302,11 @@ class RuntimeParams:
     Attributes:
         provider: execution provider by short name (`cpu`, `cuda`) or by ONNX Runtime's own
             (`CPUExecutionProvider`). There is no fall-back: one that cannot be used is an error.
-        threads: worker threads inside an operator; `None` lets ONNX Runtime take the physical cores.
+        threads: worker threads inside an operator; `None` is what `edgespec tune` found best for the bundle, before
+            that ONNX Runtime's choice, the physical cores.
         spinning: whether idle workers spin. `on` is ONNX Runtime's default, `stop` ends it with each run, `off`
-            never spins. `auto` is `stop` for one session and `off` where a draft session shares the cores.
+            never spins. `auto` is what `edgespec tune` found best for the bundle; before that `stop` for one
+            session and `off` where a draft session shares the cores.
         exact: never call the target with one row (with an odd number, where the bundle needs it), so that
             speculative greedy text is bit-identical to plain greedy text. Proved by a self-check at load.
         prefill_chunk: prompt tokens per call; even. Bounds memory, and the time until a cancel is noticed.
@@ -155,3 +338,7 @@ class RuntimeParams:
             "an even integer of at least 2",
         )
         _require(_is_count(self.initial_capacity, 8), "initial_capacity", self.initial_capacity, "at least 8")
+        _require(isinstance(self.provider, str) and bool(self.provider), "provider", self.provider, "a name")
+        for name in ("exact", "verify_hashes"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "True or False")

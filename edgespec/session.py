@@ -1,76 +1,21 @@
 """`DecoderSession`: one ONNX Runtime session, its cache and the tokens that the cache stands for.
 
-The only file that imports onnxruntime. Knows nothing of text, drafts or sampling.
+Knows nothing of text, drafts or sampling.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.contracts import Rows, Tokens
-from edgespec.errors import ConfigError, ContextOverflowError, MissingExtraError, SessionError
+from edgespec.contracts import Interrupted, Rows, Tokens
+from edgespec.errors import ContextOverflowError, SessionError
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors
-from edgespec.params import RowInvariance, RuntimeParams, Spinning
-
-_SHORT_PROVIDER_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-
-
-def import_onnxruntime() -> ModuleType:
-    """The onnxruntime module, provided by exactly one of its two packages.
-
-    Raises:
-        MissingExtraError: neither package is installed, or both are (they overwrite each other's files).
-    """
-    installed = [name for name in _PACKAGES if _is_installed(name)]
-    if len(installed) == 2:
-        raise MissingExtraError(
-            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: "
-            "run `pip uninstall onnxruntime onnxruntime-gpu`, then `pip install` the one you want"
-        )
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError(
-            "onnxruntime is not installed: run `pip install 'edgespec[cpu]'` or `pip install 'edgespec[gpu]'`"
-        ) from error
-    onnxruntime.disable_telemetry_events()
-    return onnxruntime  # type: ignore[no-any-return]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def available_providers() -> list[str]:
-    """ONNX Runtime's names of the execution providers that the installed package was built with."""
-    return list(import_onnxruntime().get_available_providers())
-
-
-def provider_name(name: str) -> str:
-    """ONNX Runtime's name of a provider.
-
-    Raises:
-        ConfigError: the installed onnxruntime package does not have it.
-    """
-    full = _SHORT_PROVIDER_NAMES.get(name.lower(), name)
-    available = available_providers()
-    if full not in available:
-        raise ConfigError(
-            f"provider {name!r} is not in the installed onnxruntime package, which has {', '.join(available)}"
-        )
-    return full
+from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
+from edgespec.params import RowInvariance, RuntimeParams
 
 
 def padding(num_rows: int, rule: RowInvariance | None) -> int:
@@ -80,23 +25,6 @@ def padding(num_rows: int, rule: RowInvariance | None) -> int:
     if rule == "even":
         return num_rows % 2
     return 0
-
-
-class OrtDevice:
-    """Tensors in the memory of the provider that runs the graph."""
-
-    def __init__(self, provider: str) -> None:
-        self._ort = import_onnxruntime()
-        self.name = "cuda" if provider == _SHORT_PROVIDER_NAMES["cuda"] else "cpu"
-
-    def empty(self, shape: Sequence[int]) -> Any:
-        if self.name == "cpu":
-            return self.put(np.empty(shape, np.float32))
-        return self._ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, self.name, 0)
-
-    def put(self, array: NDArray[Any]) -> Any:
-        """On the CPU the tensor *is* the array's memory."""
-        return self._ort.OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
 
 class DecoderSession:
@@ -112,6 +40,10 @@ class DecoderSession:
         row_rule: exact mode: every call obeys this rule, by dummy rows that are dropped again.
         lender: a session of the same model in another precision whose cache this one uses instead of its own. What
             the lender has read need not be read again; what this one writes behind it, the lender overwrites.
+        session: ONNX Runtime's own, when the graph is loaded already.
+
+    Attributes:
+        interrupt: of the answer that is being made, or `None`.
 
     Raises:
         SessionError: the graph or the provider cannot be used.
@@ -126,12 +58,15 @@ class DecoderSession:
         runtime: RuntimeParams,
         row_rule: RowInvariance | None = None,
         lender: DecoderSession | None = None,
+        session: Any = None,
     ) -> None:
         self.row_rule = row_rule
+        self.interrupt: Interrupt | None = None
         self._lender = lender
+        self._path, self._runtime = path, runtime
         self._context_length = context_length
         self._chunk = runtime.prefill_chunk
-        self.session = _open_session(path, runtime)
+        self.session = open_session(path, runtime) if session is None else session
         self.provider: str = self.session.get_providers()[0]
         inputs = {i.name: i.shape for i in self.session.get_inputs()}
         outputs = {o.name: o.shape for o in self.session.get_outputs()}
@@ -173,6 +108,17 @@ class DecoderSession:
         self.rewind(int(differs.argmax()) if differs.any() else length)
         return context[self._length :]
 
+    def pretend(self, length: int) -> None:
+        """Behave as if so many tokens were cached, for measuring what calls cost. To be followed by `rewind(0)`.
+
+        A growing cache has to be filled for that.
+        """
+        self.rewind(0)
+        if self.is_shared:
+            self._append(np.zeros(length, np.int64))
+        else:
+            self.forward(np.zeros(length, np.int64), 1)
+
     def rewind(self, length: int) -> None:
         assert 0 <= length <= self._length, (length, self._length)
         self._length = length
@@ -192,6 +138,40 @@ class DecoderSession:
     def close(self) -> None:
         """Release the session and the cache. Nothing may be called afterwards."""
         del self._binding, self._cache, self.session
+
+    def fork(self, lender: DecoderSession | None = None) -> DecoderSession:
+        """A session on the same loaded weights with a cache of its own, or that of `lender`. Both may run at once."""
+        return DecoderSession(
+            self._path,
+            context_length=self._context_length,
+            runtime=self._runtime,
+            row_rule=self.row_rule,
+            lender=lender,
+            session=self.session,
+        )
+
+    @property
+    def owns_cache(self) -> bool:
+        """Whether the cache is this session's and not that of a lender."""
+        return self._lender is None
+
+    def cache_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """Name in the graph -> shape of every cache tensor for a text of `length` tokens. All are float32."""
+        return {t.past: t.shape(length) for t in self._cache.tensors}
+
+    def read_cache(self) -> dict[str, NDArray[np.float32]]:
+        """A copy of what the cache holds of `tokens`, by name, shaped as `cache_shapes` says."""
+        arrays = self._cache.read(self._length)
+        return {t.past: a for t, a in zip(self._cache.tensors, arrays, strict=True)}
+
+    def write_cache(self, tokens: Tokens, arrays: dict[str, NDArray[np.float32]]) -> None:
+        """Replace the cache by what `read_cache` of another session of the same graph gave for `tokens`."""
+        shapes = {name: array.shape for name, array in arrays.items()}
+        assert self.owns_cache, "a lender's cache is written through the lender"
+        assert shapes == self.cache_shapes(len(tokens)), shapes
+        self._length = 0
+        self._cache.write([arrays[t.past] for t in self._cache.tensors], len(tokens))
+        self._append(tokens)
 
     def _open_cache(self, tensors: list[CacheTensor], capacity: int, path: Path) -> SharedCache | GrowingCache:
         if self._lender is None:
@@ -222,9 +202,11 @@ class DecoderSession:
         self._cache.prepare(self._length, total)
         self._bind(tokens, size, keep, total)
         try:
-            self.session.run_with_iobinding(self._binding)
+            self.session.run_with_iobinding(self._binding, self.interrupt and self.interrupt.options)
         except Exception as error:
-            raise SessionError(f"ONNX Runtime failed in a call of {size} tokens: {_one_line(error)}") from error
+            if self.interrupt is not None and self.interrupt.is_set():
+                raise Interrupted from error
+            raise SessionError(f"ONNX Runtime failed in a call of {size} tokens: {one_line(error)}") from error
         self._cache.commit(total)
         self._append(tokens)
         end = (keep if self._has_keep else size) - pad
@@ -269,42 +251,8 @@ class DecoderSession:
         self._length = end
 
 
-def _open_session(path: Path, runtime: RuntimeParams) -> Any:
-    ort = import_onnxruntime()
-    provider = provider_name(runtime.provider)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # errors are raised; warnings are for those who debug graphs
-    if runtime.threads is not None:
-        options.intra_op_num_threads = runtime.threads
-    for key, value in _SPINNING[runtime.spinning].items():
-        options.add_session_config_entry(key, value)
-    try:
-        session = ort.InferenceSession(str(path), options, providers=[provider])
-    except Exception as error:
-        raise SessionError(f"{path}: ONNX Runtime cannot load the graph: {_one_line(error)}") from error
-    session.disable_fallback()
-    if session.get_providers()[0] != provider:
-        raise SessionError(
-            f"provider {runtime.provider!r} cannot be used on this machine (its libraries or its device are missing): "
-            "install them, or choose `cpu`"
-        )
-    return session
-
-
-_SPINNING: dict[Spinning, dict[str, str]] = {
-    "on": {},
-    "off": {"session.intra_op.allow_spinning": "0"},
-    "stop": {"session.force_spinning_stop": "1"},
-    "auto": {"session.force_spinning_stop": "1"},
-}
-
-
 def _vocab_size(outputs: dict[str, Any], path: Path) -> int:
     shape = outputs.get("logits")
     if not shape or not isinstance(shape[-1], int):
         raise SessionError(f"{path}: the graph has no output `logits` with a fixed vocabulary: {shape}")
     return int(shape[-1])
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -13,6 +13,7 @@ class GenerationStats:
     Attributes:
         prompt_tokens: tokens of the prompt, those that were still cached included.
         cached_tokens: tokens of the prompt that the target had already read.
+        read_tokens: tokens of the prompt that the target has read by now, cached ones included.
         new_tokens: tokens of the answer.
         target_passes: calls of the target that decided tokens.
         rounds_drafted: those of them that checked at least one drafted token.
@@ -25,6 +26,7 @@ class GenerationStats:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    read_tokens: int = 0
     new_tokens: int = 0
     target_passes: int = 0
     rounds_drafted: int = 0

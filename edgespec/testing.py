@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from edgespec.contracts import Rows, Tokens
+from edgespec.contracts import Drafter, GoesOn, Rows, Tokens
 from edgespec.errors import ContextOverflowError
 from edgespec.noise import Noise
 from edgespec.shaper import Shaper
@@ -62,7 +62,7 @@ class TableScorer:
         return np.stack([self._logits(self._tokens[:end]) for end in ends]).astype(np.float32)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes the given drafts, one a round, then nothing.
 
     Args:
@@ -72,5 +72,7 @@ class ScriptedDrafter:
     def __init__(self, drafts: Iterable[Sequence[int]]) -> None:
         self._drafts = iter(drafts)
 
-    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
+    def propose(
+        self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
+    ) -> Draft:
         return Draft(np.array(next(self._drafts, ())[:limit], np.int64))

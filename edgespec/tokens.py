@@ -19,6 +19,8 @@ _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so it is spread over at most 4 tokens: what is still unreadable after
 # more of them is garbage, and decoding it again with every token would cost quadratic time.
 _MAX_CHARACTER_TOKENS = 8
+# A stop string is looked for with every token of a run of bytes up to this long, then whenever the run has doubled.
+_MAX_BYTE_RUN = 64
 
 
 class Tokenizer:
@@ -158,7 +160,8 @@ class StreamDecoder:
 
     def _is_worth_decoding(self, token: int) -> bool:
         """Always, but in a long run of garbage only where it may end, or when the run has doubled."""
-        if len(self._pending) <= _MAX_CHARACTER_TOKENS:
+        is_searched = bool(self._stop) and self._tokenizer.is_byte(token)
+        if len(self._pending) <= (_MAX_BYTE_RUN if is_searched else _MAX_CHARACTER_TOKENS):
             return True
         if len(self._pending) >= 2 * self._next_try:
             self._next_try = len(self._pending)

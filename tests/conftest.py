@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny_bundle
+
+
+def _has_qt() -> bool:
+    """Whether PySide6 and the system libraries that it needs are there."""
+    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+    try:
+        import PySide6.QtWidgets  # noqa: F401
+        import pytestqt.plugin  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+# Not loaded by its entry point, which would end every run on a machine without those libraries.
+pytest_plugins = ["pytestqt.plugin"] if _has_qt() else []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGESPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tiny random decoders of several families, exported through optimum, and the means to compare them with torch."""
+"""Tiny random decoders of several families, their graphs, and the means to compare them with torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgespec.export.convert import PlainGraph, convert
 
 VOCAB = 1000
 CAPACITY = 96
@@ -52,6 +54,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 _WINDOW = {"sliding_window": 16, "use_sliding_window": True}
 _MIXED = ["full_attention", "sliding_attention"]
 
@@ -60,6 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_GROUPED, "tie_word_embeddings": True}),
     "llama-wide-heads": ("llama", {**_GROUPED, "head_dim": 32, "rope_scaling": _YARN}),
     "llama3": ("llama", {**_GROUPED, "rope_scaling": _LLAMA3}),
+    "llama-dynamic": ("llama", {**_GROUPED, "max_position_embeddings": 90, "rope_scaling": _DYNAMIC}),
     "llama-head-20": ("llama", {**_GROUPED, "head_dim": 20}),
     "mistral": ("mistral", {**_GROUPED, "sliding_window": None}),
     "mistral-window": ("mistral", {**_GROUPED, "sliding_window": 16}),
@@ -105,14 +109,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model: `folder`/hf has config and weights, `folder`/onnx what optimum made of it."""
+    """A tiny model: `folder`/hf has config and weights."""
 
     name: str
     folder: Path
 
-    @property
+    @cached_property
     def onnx(self) -> Path:
-        return self.folder / "onnx" / "model.onnx"
+        """What optimum makes of it by itself: with eager attention if the name ends so, or the default."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from optimum.exporters.onnx import main_export, onnx_export_from_model
+            from transformers import AutoModelForCausalLM
+
+            source, output = self.folder / "hf", self.folder / "onnx"
+            how: dict[str, Any] = {"task": "text-generation-with-past", "opset": 18, "do_validation": False}
+            if self.name.endswith("-eager"):
+                model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+                onnx_export_from_model(model, output, **how)
+            else:
+                main_export(str(source), output, library_name="transformers", **how)
+        return output / "model.onnx"
+
+    @cached_property
+    def plain(self) -> PlainGraph:
+        """What the product makes of it before anything is fused."""
+        (self.folder / "plain").mkdir()
+        return convert(self.folder / "hf", self.config, self.folder / "plain")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -147,22 +170,18 @@ def get_family(name: str) -> Family:
 
 
 def make_family(name: str, folder: Path) -> Family:
-    """Make the model `name` in `folder` and export it: with eager attention if the name ends so, or the default.
+    """Make the model `name` in `folder`.
 
     Its weights are large enough for attention to matter, and no bias or norm is left at its initial value.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        from optimum.exporters.onnx import main_export, onnx_export_from_model
         from transformers import AutoConfig, AutoModelForCausalLM
 
         model_type, options = FAMILIES[name]
         torch.manual_seed(0)
-        is_eager = name.endswith("-eager")
-        config = AutoConfig.for_model(model_type, **options)
-        attention = {"attn_implementation": "eager"} if is_eager else {}
-        model = AutoModelForCausalLM.from_config(config, **attention).float().eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **options)).float().eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -170,11 +189,6 @@ def make_family(name: str, folder: Path) -> Family:
                 else:
                     parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(folder / "hf")
-        how: dict[str, Any] = {"task": "text-generation-with-past", "opset": 18, "do_validation": False}
-        if is_eager:
-            onnx_export_from_model(model, folder / "onnx", **how)
-        else:
-            main_export(str(folder / "hf"), folder / "onnx", library_name="transformers", **how)
     return Family(name, folder)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from edgespec.chat import ChatTemplate, Conversation
-from edgespec.errors import BundleError, ConfigError
+from edgespec.chat import ChatTemplate, drop_oldest
+from edgespec.errors import BundleError, ConfigError, ContextOverflowError
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -176,17 +177,42 @@ def test_malformed_messages_are_named(messages: object, reason: str) -> None:
         ChatTemplate(CHATML, SPECIAL).render(messages)  # type: ignore[arg-type]
 
 
-def test_conversation_keeps_its_turns() -> None:
-    """Questions and answers alternate; an unanswered question can be taken back; reset keeps the system prompt."""
-    chat = Conversation("Be brief.")
-    chat.ask("one")
-    chat.answer("1")
-    chat.ask("two")
-    assert [m["content"] for m in chat.messages()] == ["Be brief.", "one", "1", "two"]
-    chat.answer("")
-    chat.take_back()
-    assert [m["role"] for m in chat.messages()] == ["system", "user", "assistant"]
-    chat.reset()
-    assert chat.messages() == [{"role": "system", "content": "Be brief."}]
-    chat.system = None
-    assert chat.messages() == []
+def turns(count: int) -> list[dict[str, str]]:
+    """A system prompt, `count` turns of 20 characters and a question of 10."""
+    messages = [{"role": "system", "content": "s" * 10}]
+    for i in range(count):
+        messages += [{"role": "user", "content": f"u{i:<9}"}, {"role": "assistant", "content": f"a{i:<9}"}]
+    return [*messages, {"role": "user", "content": "q" * 10}]
+
+
+def length(messages: Sequence[Mapping[str, str]]) -> int:
+    return sum(len(m["content"]) for m in messages)
+
+
+@pytest.mark.parametrize("limit", [20, 40, 100, 101, 140, 220])
+def test_dropping_leaves_what_fits(limit: int) -> None:
+    """Whole turns from the oldest on; system prompt and question stay; not more than a quarter too many."""
+    messages = turns(10)
+    kept, dropped = drop_oldest(messages, length, limit)
+    assert length(kept) <= limit
+    assert kept == [messages[0], *messages[1 + len(dropped) :]]
+    assert list(dropped) == messages[1 : 1 + len(dropped)]
+    assert kept[1]["role"] == "user"
+    assert kept[-1]["content"] == "q" * 10
+    assert length(kept) > min(length(messages), limit - limit // 4 - 20) - 1 or len(kept) == 2
+
+
+def test_the_cut_stays_while_the_conversation_grows() -> None:
+    """What is kept begins at the same message for several turns on end."""
+    firsts = [drop_oldest(turns(n), length, 160)[0][1]["content"] for n in range(8, 40)]
+    assert len(set(firsts)) <= 1 + 32 * 20 // 40 + 1
+    assert max(firsts.count(first) for first in firsts) >= 2
+    assert firsts == sorted(firsts, key=lambda content: int(content[1:]))
+
+
+def test_what_cannot_be_dropped_must_fit() -> None:
+    """A question or a system prompt that is too long is an overflow, and so is a chat without turns."""
+    for messages in (turns(3), turns(0), turns(0)[1:], turns(0)[:1]):
+        with pytest.raises(ContextOverflowError, match="shorten"):
+            drop_oldest(messages, length, 9)
+    assert drop_oldest(turns(3), length, 80) == (turns(3), ())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import edgespec
-from edgespec.cli import main
+from edgespec.cli import documents, main
 from edgespec.errors import ExportError, MissingExtraError
 from tests.tiny import make_tiny_bundle, rewrite_manifest
 
@@ -41,6 +43,11 @@ def expected(bundle: Path, prompt: str, **params: Any) -> edgespec.TextStream:
         return stream
 
 
+def answer_to(bundle: Path, prompt: str) -> str:
+    """What is printed where this is asked."""
+    return expected(bundle, prompt).text() + "\n"
+
+
 def test_prompt_prints_the_answer_and_then_the_figures(tiny_bundle: Path) -> None:
     """The answer, one line end behind it, is all of stdout; the measured figures are on stderr."""
     result = cli("run", tiny_bundle, "--prompt", "hello", "--max-new-tokens", 20)
@@ -58,12 +65,74 @@ def test_piped_stdin_is_the_prompt(tiny_bundle: Path) -> None:
     assert cli("run", tiny_bundle, stdin="other").stdout != plain.stdout
 
 
-def test_json_is_one_document_with_the_answer(tiny_pair: Path) -> None:
+def test_piped_stdin_is_a_document_beside_the_prompt(tiny_bundle: Path) -> None:
+    """With a --prompt, what is piped in stands before it as a document; nothing is no document."""
+    text = "<document>\nSome notes.\n</document>\n\nSummarise"
+    assert cli("run", tiny_bundle, "-p", "Summarise", stdin="Some notes.\n").stdout == answer_to(tiny_bundle, text)
+    assert cli("run", tiny_bundle, "-p", "Summarise", stdin="").stdout == answer_to(tiny_bundle, "Summarise")
+
+
+def test_files_are_documents(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Each --file stands before the prompt with its name; piped text comes last and has none."""
+    (tmp_path / "a.txt").write_text("A\n", encoding="utf-8-sig")
+    (tmp_path / "b.md").write_text("B", encoding="utf-8")
+    files = ("--file", tmp_path / "a.txt", "-f", tmp_path / "b.md")
+    first = '<document name="a.txt">\nA\n</document>\n\n<document name="b.md">\nB\n</document>\n\n'
+    assert cli("run", tiny_bundle, "-p", "Why?", *files).stdout == answer_to(tiny_bundle, first + "Why?")
+    piped = cli("run", tiny_bundle, "-p", "Why?", *files, stdin="C").stdout
+    assert piped == answer_to(tiny_bundle, first + "<document>\nC\n</document>\n\nWhy?")
+    assert cli("run", tiny_bundle, *files, stdin="Why?").stdout == answer_to(tiny_bundle, first + "Why?")
+
+
+def test_waiting_for_stdin_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where stdin is open and nothing comes, a line says what is waited for."""
+    told = threading.Event()
+    monkeypatch.setattr(documents, "_PATIENCE", 0.01)
+    monkeypatch.setattr(documents.terminal, "note", lambda text: told.set() or print(text, file=sys.stderr))  # noqa: T201
+
+    class Slow:
+        buffer = property(lambda self: self)
+        isatty = staticmethod(lambda: False)
+
+        def read(self) -> bytes:
+            assert told.wait(10)
+            return b"late"
+
+    monkeypatch.setattr(sys, "stdin", Slow())
+    assert documents.read_stdin() == "late"
+    assert "reading stdin to its end" in capsys.readouterr().err
+
+
+def test_pieces_tell_what_was_drafted(tiny_pair: Path, tmp_path: Path) -> None:
+    """With --json --show-drafts the pieces are listed, and are the text; without a terminal there are no tints."""
+    bundle = make_tiny_bundle(tmp_path / "b", draft=True, eos_bonus=-1000)
+    options = ("--json", "--show-drafts", "--max-new-tokens", 40)
+    document = json.loads(cli("run", bundle, "-p", "hello", *options).stdout)
+    assert "".join(piece["text"] for piece in document["pieces"]) == document["text"]
+    num_drafted = sum(len(piece["text"]) for piece in document["pieces"] if piece["is_drafted"])
+    assert num_drafted == document["stats"]["accepted"] > 0
+    plain = cli("run", tiny_pair, "-p", "hello", "--show-drafts")
+    assert plain.stdout == answer_to(tiny_pair, "hello")
+    assert "--show-drafts cannot tint anything there" in plain.stderr
+
+
+def test_time_and_overflow_reach_the_engine(tmp_path: Path) -> None:
+    """--max-time ends an answer, and --overflow refuse a prompt whose answer might not fit."""
+    bundle = make_tiny_bundle(tmp_path / "b", context_length=4096, eos_bonus=-1000)
+    options = ("--max-new-tokens", 4000, "--json")
+    document = json.loads(cli("run", bundle, "-p", "x", "--max-time", 0.01, *options).stdout)
+    assert document["finish_reason"] == "time"
+    line = error_line(cli("run", bundle, "-p", "x" * 200, "--overflow", "refuse", *options), 1)
+    assert "of 4000 new tokens" in line
+
+
+def test_json_is_one_document_with_the_answer(tmp_path: Path) -> None:
     """--json prints the text, its tokens, how it ended and the figures, and nothing else at all."""
-    result = cli("run", tiny_pair, "-p", "hello", "--json", "--max-new-tokens", 12, "--drafter", "model")
+    bundle = make_tiny_bundle(tmp_path / "b", draft=True, eos_bonus=-1000)
+    result = cli("run", bundle, "-p", "hello", "--json", "--max-new-tokens", 40, "--drafter", "model")
     assert (result.exit_code, result.stderr) == (0, "")
     document = json.loads(result.stdout)
-    stream = expected(tiny_pair, "hello", max_new_tokens=12)
+    stream = expected(bundle, "hello", max_new_tokens=40)
     assert list(document) == ["text", "token_ids", "finish_reason", "stats"]
     assert document["text"] == stream.text()
     assert document["token_ids"] == stream.token_ids
@@ -142,6 +211,9 @@ BAD_OPTIONS = [
     (["--drafter", "model"], "has no draft model"),
     (["--provider", "abacus"], "'abacus'"),
     (["--no-such-option"], "No such option"),
+    (["--max-time", "0"], "max_time is 0.0; it must be"),
+    (["--overflow", "burst"], "'burst' is not one of"),
+    (["--file", "no-such-file"], "'no-such-file' does not exist"),
     (["extra"], "unexpected extra argument"),
 ]
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec import session
+from edgespec import ort
 from edgespec.cli import terminal
-from edgespec.cli.run import stop_on_interrupt
+from edgespec.cli.interrupt import stop_on_interrupt
 from tests.test_cli import cli, error_line, expected
 from tests.tiny import make_tiny_bundle, rewrite_manifest
 
@@ -27,7 +27,7 @@ def test_info_shows_versions_and_the_bundle(tiny_pair: Path) -> None:
     document = json.loads(cli("info", tiny_pair, "--json").stdout)
     assert document["versions"]["edgespec"] == edgespec.__version__
     assert document["versions"]["onnxruntime"]
-    assert document["providers"] == session.available_providers()
+    assert document["providers"] == ort.available_providers()
     assert document["cpu_cores"] >= 1
     assert document["bundle"]["path"] == str(tiny_pair)
     assert document["bundle"]["manifest"] == json.loads((tiny_pair / "edgespec.json").read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def test_info_tells_what_is_wrong_with_onnxruntime(empty_cache: Path, monkeypatc
 
 def test_both_onnxruntime_packages_end_a_run(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`run` with both onnxruntime packages installed is one line with the remedy."""
-    monkeypatch.setattr(session, "_is_installed", lambda name: True)
+    monkeypatch.setattr(ort, "_is_installed", lambda name: True)
     assert "pip uninstall onnxruntime" in error_line(cli("run", tiny_bundle, "-p", "x"), 1)
 
 

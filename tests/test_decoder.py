@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from edgespec.contracts import Tokens
+from edgespec.contracts import Drafter, GoesOn, Tokens
 from edgespec.decoder import SpeculativeDecoder, Step
 from edgespec.drafters import ModelDrafter, NgramDrafter
 from edgespec.errors import ContextOverflowError
@@ -40,18 +40,22 @@ def plain(prompt: Tokens, params: SamplingParams, context_length: int) -> tuple[
             return new, "context"
 
 
-class Hostile:
+class Hostile(Drafter):
     """Drafts what the target will surely reject: never its arg max."""
 
-    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
+    def propose(
+        self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
+    ) -> Draft:
         best = int(reference_logits(MODEL, context).argmax())
         return Draft(np.full(limit, (best + 1) % VOCAB))
 
 
-class Mixed:
+class Mixed(Drafter):
     """Right for a while, then wrong, by the position; sometimes silent, sometimes shorter than asked."""
 
-    def propose(self, context: Tokens, limit: int, shaper: Shaper, noise: Noise) -> Draft:
+    def propose(
+        self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
+    ) -> Draft:
         tokens: list[int] = []
         for i in range(limit - len(context) % 2 if len(context) % 7 else 0):
             best = int(reference_logits(MODEL, np.array([*context, *tokens])).argmax())

@@ -43,7 +43,7 @@ def test_the_answer_is_the_target_s(tiny_pair: Path, drafter: str) -> None:
         assert stream.text() == reference_text(RENDERED, 60)
         assert stream.finish_reason == "length"
         assert len(stream.token_ids) == stream.stats.new_tokens == 60
-        assert engine.drafter == {"auto": "model"}.get(drafter, drafter)
+        assert engine.drafter == {"auto": "ngram+model"}.get(drafter, drafter)
         assert (stream.stats.acceptance is None) == (drafter == "none")
 
 

@@ -277,10 +277,10 @@ def test_too_long_a_context_is_refused(llama: Path, tmp_path: Path) -> None:
 def test_a_figure_beyond_its_limit_or_not_a_number_fails(value: float, pair: tuple[Bundle, Recorder]) -> None:
     """NaN must not slip through a comparison."""
     good = check_module.Figures(**pair[0].manifest.check["target"])
-    check_module._enforce(good, "fp32", Path("target/model.onnx"))
+    check_module._enforce(good, check_module.LIMITS["fp32"], Path("target/model.onnx"))
     for name in ("mean_tv", "max_tv", "decode_tv", "verify_tv", "rollback_tv"):
         with pytest.raises(ExportError, match="target"):
-            check_module._enforce(replace(good, **{name: value}), "fp32", Path("target/model.onnx"))
+            check_module._enforce(replace(good, **{name: value}), check_module.LIMITS["fp32"], Path("target/model.onnx"))
 
 
 def test_the_api_is_the_pipelines() -> None:

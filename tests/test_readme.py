@@ -29,9 +29,10 @@ def test_readme_names_every_option_and_command() -> None:
 def test_python_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example in Python, as it stands, streams an answer and prints its figures."""
+    """The examples in Python, as they stand, one after the other; the first prints its figures."""
     make_tiny_bundle(tmp_path / "my-bundle")
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(code, {})
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, names)
     assert re.search(r"(eos|length) ", capsys.readouterr().out)

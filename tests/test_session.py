@@ -9,11 +9,12 @@ import numpy as np
 import onnx
 import pytest
 
-from edgespec import session as session_module
+from edgespec import ort as ort_module
 from edgespec.errors import ConfigError, ContextOverflowError, MissingExtraError, SessionError
 from edgespec.invariance import measure_row_invariance
 from edgespec.params import RuntimeParams
-from edgespec.session import DecoderSession, import_onnxruntime, padding
+from edgespec.ort import import_onnxruntime
+from edgespec.session import DecoderSession, padding
 from tests.tiny import VOCAB, reference_logits, save_graph, tiny_model
 
 MODEL = tiny_model()
@@ -179,7 +180,7 @@ def test_an_unknown_provider_is_refused(graph: Path) -> None:
 
 def test_a_provider_that_does_not_come_up_is_refused(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ONNX Runtime quietly takes the CPU instead, we say so."""
-    monkeypatch.setattr(session_module, "provider_name", lambda name: "XnnpackExecutionProvider")
+    monkeypatch.setattr(ort_module, "provider_name", lambda name: "XnnpackExecutionProvider")
     with (
         pytest.warns(UserWarning, match="Xnnpack"),
         pytest.raises(SessionError, match="cannot be used on this machine"),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from edgespec.errors import BundleError, ConfigError
 from edgespec.tokens import StreamDecoder, Tokenizer
+from tests.tiny import byte_alphabet
 
 SPECIAL = AddedToken("<|end|>", special=True, normalized=False)
 
@@ -174,6 +175,69 @@ def test_text_ends_before_the_first_stop_string(tokenizer: Tokenizer, stop: list
         assert (text, decoder.num_tokens) == expected_stop(tokenizer, ids, stop), (ids, stop)
         stopped += decoder.stopped
     assert stopped > 0 or not any(s in tokenizer.decode(known * 3) for s in stop)
+
+
+HARD = ["😀", "👩\u200d👩\u200d👧", "你", "好", "e\u0301", "é", "한", "🇩🇪", "a", "b", " ", "\ufe0f"]
+
+
+@pytest.mark.parametrize("maker", [byte_level, sentencepiece, metaspace])
+def test_stop_strings_of_hard_characters(make: Callable[..., Tokenizer], maker: Callable[[], HFTokenizer]) -> None:
+    """Emoji, joined emoji, CJK, combining marks, in byte tokens: same text and token as the definition, none leaks."""
+    tokenizer = make(maker)
+    stopped = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        text = "".join(rng.choice(HARD) for _ in range(rng.randint(2, 14)))
+        ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+        start = rng.randrange(len(text))  # a stop string may begin inside of what is shown as one character
+        stop = [text[start : start + rng.randint(1, 4)], rng.choice(HARD) * 2]
+        decoder = StreamDecoder(tokenizer, stop)
+        pieces = stream(decoder, ids, rng)
+        assert ("".join(pieces), decoder.num_tokens) == expected_stop(tokenizer, ids, stop), (text, stop)
+        assert not any("\ufffd" in piece for piece in pieces)
+        stopped += decoder.stopped
+    assert stopped > 200
+
+
+@pytest.mark.parametrize("maker", [byte_level, sentencepiece, metaspace])
+def test_hard_characters_stream_whole(make: Callable[..., Tokenizer], maker: Callable[[], HFTokenizer]) -> None:
+    """No piece begins or ends inside a code point, however the bytes are divided among tokens and calls."""
+    tokenizer = make(maker)
+    for seed in range(200):
+        rng = random.Random(seed)
+        text = "b" + "".join(rng.choice(HARD) for _ in range(20)) + "b"
+        ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+        pieces = stream(StreamDecoder(tokenizer), ids, rng)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert "\ufffd" not in "".join(pieces)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("maker", [byte_level, sentencepiece, word_piece])
+def test_ten_thousand_texts_as_transformers_decodes_them(
+    make: Callable[..., Tokenizer], maker: Callable[[], HFTokenizer]
+) -> None:
+    """Random ids, special and added tokens, broken bytes: streamed in random groups, the text is transformers'."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle; install edgespec[export]")
+    tokenizer = make(maker)
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._inner)
+    rng = random.Random(1)
+    for _ in range(10_000):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 24))]
+        assert "".join(stream(StreamDecoder(tokenizer), ids, rng)) == oracle.decode(ids, skip_special_tokens=True), ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == oracle.decode(ids), ids
+
+
+def test_byte_level_text_is_utf_8(make: Callable[..., Tokenizer]) -> None:
+    """By the definition: the bytes of the tokens, read as UTF-8 with a replacement for each unreadable part."""
+    tokenizer = make(byte_level)
+    values = dict(zip(sorted(pre_tokenizers.ByteLevel.alphabet()), byte_alphabet(), strict=True))
+    names = {i: name for name, i in tokenizer.vocab().items() if tokenizer.has_text(i) and set(name) <= set(values)}
+    rng = random.Random(2)
+    for _ in range(2000):
+        ids = [rng.choice(list(names)) for _ in range(rng.randint(0, 30))]
+        data = bytes(values[c] for i in ids for c in names[i])
+        assert "".join(stream(StreamDecoder(tokenizer), ids, rng)) == data.decode("utf-8", "replace"), ids
 
 
 def test_stop_string_that_does_not_come_is_given_back(make: Callable[..., Tokenizer]) -> None:

@@ -53,9 +53,19 @@ def summary(report: ExportReport) -> Iterator[str]:
     yield _model_line("target", manifest.target, check["target"])
     if manifest.draft is not None:
         yield _model_line("draft", manifest.draft, check["draft"])
-        yield f"pair: they agree on {check['pair_overlap']:.1%} of the probability"
+        yield pair_line(report)
+    yield closing_line(report)
+
+
+def pair_line(report: ExportReport) -> str:
+    """How well draft and target agree."""
+    return f"pair: they agree on {report.manifest.check['pair_overlap']:.1%} of the probability"
+
+
+def closing_line(report: ExportReport) -> str:
+    """Where the bundle is, and what it took."""
     memory = "" if report.peak_memory is None else f", peak memory {report.peak_memory / 1e9:.1f} GB"
-    yield f"{report.path}: {report.size / 1e6:.0f} MB in {report.seconds:.0f} s{memory}"
+    return f"{report.path}: {report.size / 1e6:.0f} MB in {report.seconds:.0f} s{memory}"
 
 
 def _model_line(role: Literal["target", "draft"], model: ModelInfo, figures: dict[str, Any]) -> str:

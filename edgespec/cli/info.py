@@ -68,7 +68,7 @@ def _version(*distributions: str) -> str | None:
 
 def _providers() -> tuple[list[str], str | None]:
     """What the installed onnxruntime offers, or none and the reason: this command is for finding that out."""
-    from edgespec.session import available_providers
+    from edgespec.ort import available_providers
 
     try:
         return available_providers(), None

@@ -3,117 +3,124 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 import edgespec
 from edgespec.bundle import MANIFEST, default_bundle_path
-from edgespec.chat import Conversation
 from edgespec.cli import terminal
+from edgespec.cli.answer_view import Look, collect, show
+from edgespec.cli.documents import Document, compose, read_file, read_stdin
 from edgespec.cli.errors import INTERRUPTED
+from edgespec.cli.options import option, params_of, sampling_options, sampling_params
+from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, MissingExtraError
-from edgespec.params import DrafterName, RuntimeParams, SamplingParams, SpecParams, Spinning, Verifier
+from edgespec.params import (
+    DrafterName,
+    Overflow,
+    RequestParams,
+    RuntimeParams,
+    SamplingParams,
+    SpecParams,
+    Spinning,
+    Verifier,
+)
 
 if TYPE_CHECKING:
-    from edgespec import Engine, TextStream
+    from edgespec import Engine, TextPiece, TextStream
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_SAMPLING, _SPEC, _RUNTIME = SamplingParams(), SpecParams(), RuntimeParams()
-
-
-def _option(*names: str, text: str, default: object = None, **kind: Any) -> Callable[[_F], _F]:
-    """An option whose default, if it has one, is that of the parameters and is shown."""
-    shown: dict[str, Any] = {} if default is None else {"default": default, "show_default": True}
-    return click.option(*names, help=text, **shown, **kind)
-
-
-def _sampling_options(command: _F) -> _F:
-    default = _SAMPLING
-    for option in (
-        _option("--stop", text="End the answer before this text; may be repeated.", multiple=True, metavar="TEXT"),
-        _option("--seed", text="Make sampling repeatable.", type=int),
-        _option("--min-p", text="Keep tokens this probable beside the best.", default=default.min_p, type=float),
-        _option("--top-p", text="Keep the most probable tokens up to this mass.", default=default.top_p, type=float),
-        _option("--top-k", text="Keep this many tokens; 0 keeps all.", default=default.top_k, type=int),
-        _option("--temperature", text="0 is greedy.", default=default.temperature, type=float),
-        _option("--max-new-tokens", text="Longest answer.", default=default.max_new_tokens, type=int),
-    ):
-        command = option(command)
-    return command
+_SPEC, _RUNTIME = SpecParams(), RuntimeParams()
 
 
 def _engine_options(command: _F) -> _F:
     drafters, spinning = click.Choice(get_args(DrafterName)), click.Choice(get_args(Spinning))
     verifiers = click.Choice(get_args(Verifier))
-    for option in (
-        _option("--exact", text="Greedy text bit-identical to that of --drafter none.", is_flag=True),
-        _option("--spinning", text="Whether idle threads spin.", default=_RUNTIME.spinning, type=spinning),
-        _option("--threads", text="Threads per operator.  [default: one per physical core]", type=int),
-        _option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
-        _option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
-        _option("--num-draft-tokens", text="Drafted per round.", default=_SPEC.num_draft_tokens, type=int),
-        _option("--drafter", text="Who drafts.", default=_SPEC.drafter, type=drafters),
+    for add in (
+        option("--exact", text="Greedy text bit-identical to that of --drafter none.", is_flag=True),
+        option("--spinning", text="Whether idle threads spin.", default=_RUNTIME.spinning, type=spinning),
+        option("--threads", text="Threads per operator.  [default: one per physical core]", type=int),
+        option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
+        option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
+        option("--num-draft-tokens", text="Drafted per round.", default=_SPEC.num_draft_tokens, type=int),
+        option("--drafter", text="Who drafts.", default=_SPEC.drafter, type=drafters),
     ):
-        command = option(command)
+        command = add(command)
+    return command
+
+
+def _input_options(command: _F) -> _F:
+    file = click.Path(path_type=Path, exists=True, dir_okay=False)
+    overflows = click.Choice(get_args(Overflow))
+    for add in (
+        option("--json", "as_json", text="Print one JSON document with the answer and its figures.", is_flag=True),
+        option("--plain", text="Show the text as the model writes it, Markdown not rendered.", is_flag=True),
+        option("--show-drafts", text="Tint text whose tokens were drafted; with --json, list it.", is_flag=True),
+        option("--max-time", text="Longest time for an answer, in seconds.", type=float),
+        option(
+            "--overflow",
+            text="What a text does that outgrows the context.  [default: drop_oldest in a chat, else stop]",
+            type=overflows,
+        ),
+        option("--system", text="System prompt.  [default: the template's own]"),
+        option("--file", "-f", "files", text="Ask about this text; may be repeated.", type=file, multiple=True),
+        option("--prompt", "-p", text="Answer this and end. What is piped to stdin is then a text beside it."),
+    ):
+        command = add(command)
     return command
 
 
 @click.command("run")
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@_option("--prompt", "-p", text="Answer this and end. Text piped to stdin does the same.")
-@_option("--system", text="System prompt.  [default: the template's own]")
-@_sampling_options
+@_input_options
+@sampling_options
 @_engine_options
-@_option("--json", "as_json", text="Print one JSON document with the answer and its figures.", is_flag=True)
-def run_command(
-    bundle: Path | None,
-    prompt: str | None,
-    system: str | None,
-    as_json: bool,
-    **options: Any,
-) -> int:
+def run_command(bundle: Path | None, prompt: str | None, system: str | None, as_json: bool, **options: Any) -> int:
     """Answer a prompt, or chat.
 
     BUNDLE is a folder that `edgespec export` made. Without it the default bundle is used, which is made first if it
-    is not there yet. The answer goes to stdout, its figures to stderr.
+    is not there yet. Text piped to stdin is the prompt, or beside --prompt a document. The answer goes to stdout, its
+    figures to stderr.
     """
-    params = _params(SamplingParams, options)
-    spec, runtime = _params(SpecParams, options), _params(RuntimeParams, options)
-    if prompt is None and not sys.stdin.isatty():
-        prompt = _read_stdin()
-    if prompt is None and as_json:
+    params = sampling_params(options)
+    spec, runtime = params_of(SpecParams, options), params_of(RuntimeParams, options)
+    documents = [read_file(path) for path in options["files"]]
+    text = _prompt(prompt, documents)
+    if text is None and as_json:
         raise click.UsageError("--json needs a prompt: give --prompt, or pipe it to stdin")
-    if prompt is not None and not prompt.strip():
-        raise click.UsageError("The prompt is empty: give --prompt some text, or pipe it to stdin")
+    look = Look(markdown=not options["plain"], drafts=options["show_drafts"])
+    if look.drafts and not as_json and not terminal.is_capable(sys.stdout):
+        terminal.note("stdout is not a terminal with colours: --show-drafts cannot tint anything there")
+    request = RequestParams(overflow=options["overflow"] or ("drop_oldest" if text is None else "stop"))
     if bundle is None:
         ensure_default_bundle()
     with _load(bundle, spec, runtime) as engine:
-        if prompt is not None:
-            return answer(engine, prompt, system, params, as_json=as_json)
+        if text is not None:
+            return answer(engine, Question(text, system, params, request, look, as_json))
+        if engine.bundle.manifest.chat_template is None:
+            raise ConfigError(f"{engine.bundle.path} has no chat template; give a --prompt to be continued")
         from edgespec.cli.chat_loop import chat_loop
+        from edgespec.cli.chat_session import ChatSession
 
-        return chat_loop(engine, Conversation(system), params)
-
-
-def _params(kind: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """The options that are fields of a class of parameters."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in options.items() if name in names})
+        return chat_loop(ChatSession(Conversation(engine, system), params, request, look, documents))
 
 
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"stdin is not UTF-8 text (byte {error.start}): convert it first") from error
+def _prompt(prompt: str | None, documents: list[Document]) -> str | None:
+    """What is to be answered; `None` for a chat."""
+    piped = read_stdin()
+    if prompt is None:
+        prompt, piped = piped, None
+    if prompt is None:
+        return None
+    if not prompt.strip():
+        raise click.UsageError("The prompt is empty: give --prompt some text, or pipe it to stdin")
+    beside = [Document(piped)] if piped else []
+    return compose(prompt, [*documents, *beside])
 
 
 @contextlib.contextmanager
@@ -149,58 +156,57 @@ def ensure_default_bundle() -> None:
         ) from error
 
 
-def answer(engine: Engine, prompt: str, system: str | None, params: SamplingParams, *, as_json: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt, and how it is asked and answered.
+
+    Attributes:
+        text: what is asked, documents included.
+        system: the system prompt, if one was given.
+    """
+
+    text: str
+    system: str | None
+    params: SamplingParams
+    request: RequestParams
+    look: Look
+    as_json: bool
+
+
+def answer(engine: Engine, question: Question) -> int:
     """Answer one prompt on stdout; the exit code."""
-    stream = _ask(engine, prompt, system, params)
-    with stop_on_interrupt(stream.cancel), stream:
-        text = show(stream, as_json=as_json)
-    if as_json:
-        document = {"text": text, "token_ids": stream.token_ids, "finish_reason": stream.finish_reason}
-        terminal.write_json(document | {"stats": stream.stats.as_dict()})
+
+    def make(request: RequestParams) -> TextStream:
+        return _ask(engine, question, request)
+
+    if question.as_json:
+        stream, pieces = collect(make, question.request)
+        terminal.write_json(_document(stream, pieces if question.look.drafts else None))
     else:
+        stream = show(make, question.request, question.look)
         terminal.note(terminal.footer(stream.stats, stream.finish_reason))
     return INTERRUPTED if stream.finish_reason == "cancelled" else 0
 
 
-def _ask(engine: Engine, prompt: str, system: str | None, params: SamplingParams) -> TextStream:
+def _document(stream: TextStream, pieces: list[TextPiece] | None) -> dict[str, Any]:
+    shown = {} if pieces is None else {"pieces": [asdict(piece) for piece in pieces]}
+    return {
+        "text": stream.text_so_far,
+        "token_ids": stream.token_ids,
+        "finish_reason": stream.finish_reason,
+        "stats": stream.stats.as_dict(),
+        **shown,
+    }
+
+
+def _ask(engine: Engine, question: Question, request: RequestParams) -> TextStream:
     if engine.bundle.manifest.chat_template is not None:
-        chat = Conversation(system)
-        chat.ask(prompt)
-        return engine.chat(chat.messages(), params)
-    if system is not None:
+        messages = [{"role": "user", "content": question.text}]
+        if question.system is not None:
+            messages.insert(0, {"role": "system", "content": question.system})
+        return engine.chat(messages, question.params, request)
+    if question.system is not None:
         raise ConfigError(f"{engine.bundle.path} has no chat template, so it has no place for --system; leave it out")
     terminal.note("this bundle has no chat template: the prompt is continued as plain text")
-    return engine.generate(prompt, params)
-
-
-def show(stream: TextStream, *, as_json: bool = False) -> str:
-    """Write an answer as it comes, with a line end behind it; the whole text."""
-    pieces = []
-    for piece in stream:
-        pieces.append(piece)
-        if not as_json:
-            terminal.write(piece)
-    text = "".join(pieces)
-    if not as_json and not text.endswith("\n"):
-        terminal.write("\n")
-    return text
-
-
-@contextlib.contextmanager
-def stop_on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `cancel` instead of raising somewhere in the middle of the engine; a second one raises."""
-    previous = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or previous is None or previous is signal.SIG_IGN:
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, previous)
-        cancel()
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    question.look.markdown = False
+    return engine.generate(question.text, question.params, request)

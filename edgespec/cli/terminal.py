@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +30,33 @@ def prepare_streams() -> None:
             stream.reconfigure(encoding=encoding, errors="replace")
 
 
+def is_capable(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that can do more than print: it understands ANSI sequences."""
+    if not stream.isatty():
+        return False
+    console = console_on(stream)
+    return not console.is_dumb_terminal and not console.legacy_windows
+
+
 def write(text: str) -> None:
     """A piece of an answer, at once."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    write_raw(clean(text) if sys.stdout.isatty() else text)
+
+
+def clean(text: str) -> str:
+    """Text without what a terminal would obey."""
+    return text.translate(_CONTROLS)
+
+
+def tint(text: str) -> str:
+    """Text in another colour, or underlined where colours are not wanted (the variable NO_COLOR)."""
+    on, off = ("4", "24") if os.environ.get("NO_COLOR") else ("36", "39")
+    return f"\x1b[{on}m{text}\x1b[{off}m"
+
+
+def write_raw(text: str) -> None:
+    """Text and escape sequences, at once."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
@@ -47,7 +72,7 @@ def note(text: str) -> None:
     """A remark on stderr, dimmed on a terminal."""
     sys.stdout.flush()
     if sys.stderr.isatty():
-        _console().print(text.translate(_CONTROLS), style="dim", soft_wrap=True)
+        console_on(sys.stderr).print(clean(text), style="dim", soft_wrap=True)
     else:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -56,11 +81,60 @@ def note(text: str) -> None:
 @contextlib.contextmanager
 def busy(text: str) -> Iterator[None]:
     """A spinner on a terminal while something takes its time; nothing elsewhere."""
-    if not sys.stderr.isatty():
+    if not is_capable(sys.stderr):
         yield
         return
-    with _console().status(text, spinner="line"):
+    with console_on(sys.stderr).status(text, spinner="line"):
         yield
+
+
+class PrefillProgress:
+    """Shows how much of a long prompt has been read, on a terminal; goes when the answer comes. A context manager.
+
+    Called as `RequestParams.on_prefill`.
+    """
+
+    def __init__(self) -> None:
+        self._status: Any = None
+
+    def __call__(self, read: int, total: int) -> None:
+        if self._status is None and read < total and is_capable(sys.stderr):
+            self._status = console_on(sys.stderr).status("", spinner="line")
+            self._status.start()
+        if self._status is not None:
+            self._status.update(f"reading the prompt: {read} of {total} tokens")
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> PrefillProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """What is typed meanwhile is kept for later and not echoed into an answer, where the system can do that."""
+    try:
+        import termios
+    except ImportError:  # Windows echoes only what is being read
+        yield
+        return
+    if not sys.stdin or not sys.stdin.isatty():
+        yield
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(number, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 def footer(stats: GenerationStats, finish_reason: str | None) -> str:
@@ -74,7 +148,12 @@ def footer(stats: GenerationStats, finish_reason: str | None) -> str:
         parts.append(f"{stats.acceptance:.0%} of {stats.drafted} drafted tokens accepted")
     if stats.tokens_per_pass is not None:
         parts.append(f"{stats.tokens_per_pass:.2f} tokens per target pass")
-    ends = {"length": "cut at --max-new-tokens", "context": "cut where the context is full", "cancelled": "stopped"}
+    ends = {
+        "length": "cut at --max-new-tokens",
+        "context": "cut where the context is full",
+        "time": "cut at --max-time",
+        "cancelled": "stopped",
+    }
     return ", ".join([*parts, *filter(None, [ends.get(finish_reason or "")])])
 
 
@@ -86,12 +165,12 @@ class ExportProgress:
         self._task: Any = None
 
     def __enter__(self) -> ExportProgress:
-        if sys.stderr.isatty():
+        if is_capable(sys.stderr):
             from rich import progress
 
             columns = (progress.SpinnerColumn("line"), progress.TextColumn("{task.description}", markup=False))
             more = (progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeElapsedColumn())
-            self._bar = progress.Progress(*columns, *more, console=_console())
+            self._bar = progress.Progress(*columns, *more, console=console_on(sys.stderr))
             self._bar.start()
         return self
 
@@ -132,8 +211,8 @@ class ExportProgress:
             self._bar.stop_task(self._task)
 
 
-def _console() -> Console:
+def console_on(stream: IO[str]) -> Console:
+    """rich's console. Bound to today's stream: a bar must go on moving while somebody else's output is redirected."""
     from rich.console import Console
 
-    # Bound to today's stderr: a bar must go on moving while somebody else's output is redirected.
-    return Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
+    return Console(file=stream, markup=False, highlight=False, emoji=False)

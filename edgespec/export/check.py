@@ -7,6 +7,7 @@ half the sum of |p - q|, which is also the fraction of draft tokens that specula
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 from edgespec.contracts import Tokens
 from edgespec.errors import ExportError
 from edgespec.export.reference import Reference
-from edgespec.invariance import measure_row_invariance
+from edgespec.invariance import measure_row_invariance, probe_tokens
 from edgespec.params import RowInvariance, RuntimeParams
+from edgespec.selfcheck import make_probe
 from edgespec.session import DecoderSession
 
 _READ = 64  # rows of a call while the text is read; even, so that it obeys every row rule
@@ -28,6 +30,8 @@ _VERIFY = 5
 _SPAN = 60  # rows at the end of the text that are decoded, verified and rolled back
 _WRONG = 3
 _INVARIANCE_TOKENS = 96
+_PAST = 128  # tokens before the calls that are timed
+_TIMED = 7
 
 Logits = NDArray[np.float32]
 
@@ -52,6 +56,7 @@ class Limits:
 # Measured on a 135M model, the hardest case, as mean total variation and ratio of perplexities: fp32 1e-6 and 1.00,
 # int8 0.06 and 1.03, int4 0.4 and 2. Room is left for others, and none for a wrong mask, scale or packing.
 LIMITS = {
+    "fp16": Limits(mean_tv=0.05, max_tv=0.3, perplexity=1.05, path_tv=0.05),
     "fp32": Limits(mean_tv=1e-3, max_tv=2e-2, perplexity=1.01, path_tv=1e-3),
     "int8": Limits(mean_tv=0.15, max_tv=0.8, perplexity=1.25, path_tv=0.15),
     "int4": Limits(mean_tv=0.6, max_tv=1.0, perplexity=5.0, path_tv=0.25),
@@ -90,20 +95,20 @@ class Figures:
         return asdict(self)
 
 
-def check_graph(path: Path, context_length: int, reference: Reference, precision: str, rows_file: Path) -> Figures:
+def check_graph(path: Path, context_length: int, reference: Reference, limits: Limits, rows_file: Path) -> Figures:
     """Compare a graph with the original on the check text.
 
     Args:
         path: of the graph.
         reference: the original's logits.
-        precision: picks the limits.
+        limits: beyond which the graph is not the original.
         rows_file: where the graph's logits of the whole text are kept (.npy), for comparing a draft with them.
     Raises:
         ExportError: a limit was passed.
     """
     with closing(DecoderSession(path, context_length=context_length, runtime=RuntimeParams())) as session:
         figures = _measure(session, reference, rows_file)
-    _enforce(figures, precision, path)
+    _enforce(figures, limits, path)
     return figures
 
 
@@ -111,6 +116,31 @@ def find_row_rule(path: Path, context_length: int, reference: Reference) -> RowI
     """The rule under which this machine computes a row of the graph the same whatever shares its call."""
     with closing(DecoderSession(path, context_length=context_length, runtime=RuntimeParams())) as session:
         return measure_row_invariance(session, reference.tokens[:_INVARIANCE_TOKENS])
+
+
+def record_probe(path: Path, context_length: int) -> dict[str, Any]:
+    """What the self-check at load will compare a graph with."""
+    with closing(DecoderSession(path, context_length=context_length, runtime=RuntimeParams())) as session:
+        return make_probe(session)
+
+
+def measure_steps(path: Path, context_length: int) -> dict[str, Any]:
+    """Milliseconds of calls with one and with `_VERIFY` rows after a text: medians, on this machine."""
+    with closing(DecoderSession(path, context_length=context_length, runtime=RuntimeParams())) as session:
+        past = min(_PAST, context_length // 2)
+        tokens = probe_tokens(session.vocab_size, past + _VERIFY)
+        session.forward(tokens[:past], 1)
+        return {"past": past, "ms": {str(width): _median_ms(session, tokens[past:], width) for width in (1, _VERIFY)}}
+
+
+def _median_ms(session: DecoderSession, tokens: Tokens, width: int) -> float:
+    past, seconds = len(session.tokens), []
+    for _ in range(_TIMED + 1):
+        started = time.perf_counter()
+        session.forward(tokens[:width], width)
+        seconds.append(time.perf_counter() - started)
+        session.rewind(past)
+    return float(np.median(seconds[1:]) * 1e3)
 
 
 def mean_overlap(rows: Logits, others: Logits) -> float:
@@ -203,13 +233,12 @@ def _perplexity(rows: Logits, tokens: Tokens) -> float:
     return float(np.exp(np.mean(surprises)))
 
 
-def _enforce(figures: Figures, precision: str, path: Path) -> None:
-    limits = LIMITS[precision]
+def _enforce(figures: Figures, limits: Limits, path: Path) -> None:
     ratio = figures.perplexity / figures.original_perplexity
     for found, most, meaning in _comparisons(figures, limits, ratio):
         if not found <= most:  # also true for NaN
             raise ExportError(
-                f"{path.parent.name}: the {precision} graph is not the original model: {meaning} is {found:.4g}, "
+                f"{path.parent.name}: the graph is not the original model: {meaning} is {found:.4g}, "
                 f"and at most {most:g} is rounding; use another precision, or report the model"
             )
 

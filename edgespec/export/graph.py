@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from edgespec.bundle import CacheKind
 from edgespec.errors import ExportError
+from edgespec.export.convert import PlainGraph
 from edgespec.export.fuse import NoMatch, fuse, keep_rows, tidy
 from edgespec.export.options import BITS
 from edgespec.export.quantize import quantize
@@ -30,11 +31,13 @@ class FusedGraph:
         path: of the graph; its weights lie beside it.
         cache: `shared` where attention was fused.
         context_length: most tokens, which the graph's own tables may limit further than was asked.
+        reason: why attention was not fused, or None where it was.
     """
 
     path: Path
     cache: CacheKind
     context_length: int
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +51,27 @@ class Dimensions:
 
 
 def fuse_graph(
-    plain: Path, source: Source, context_length: int, folder: Path, warn: Callable[[str], None]
+    plain: PlainGraph, source: Source, context_length: int, folder: Path, warn: Callable[[str], None]
 ) -> FusedGraph:
     """Fuse all layers of optimum's graph, or none of them, with a warning that says which one and why.
 
     Args:
-        plain: optimum's graph.
+        plain: as it was traced.
         source: the model it was made of.
         context_length: most tokens that are wanted.
         folder: an empty one for the result.
     """
     cache: CacheKind = "shared"
+    reason: str | None = None
     try:
-        model, report = fuse(plain, source.config, context_length)
-    except NoMatch as reason:
+        model, report = fuse(plain.load(), source.config, context_length)
+    except NoMatch as error:
+        reason = str(error)
         warn(
             f"{source.name} cannot be fused ({reason}): it is exported with a growing cache, and each step will be two "
             "to four times slower"
         )
-        model, cache = ir.load(plain), "growing"
+        model, cache = plain.load(), "growing"
         context_length = _limit_to_window(source, context_length, warn)
         if not keep_rows(model):
             warn(f"{source.name}: its LM head was not found, so it is computed for every row of a prompt")
@@ -75,7 +80,7 @@ def fuse_graph(
         for line in report.warnings:
             warn(line)
     tidy(model)
-    return FusedGraph(save_graph(model, folder), cache, context_length)
+    return FusedGraph(save_graph(model, folder), cache, context_length, reason)
 
 
 def _limit_to_window(source: Source, context_length: int, warn: Callable[[str], None]) -> int:

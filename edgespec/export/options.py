@@ -19,6 +19,9 @@ _AUTO_INT4_FROM = 1_000_000_000  # parameters: 4 bits cost a small model too muc
 _LONGEST_DEFAULT = 32_768  # rope tables are stored for every position, so a longer context is on request
 _SHORTEST = 32
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_RUN_WHOLE = 2 << 30  # bytes in float32: a larger model is run whole in its final precision only
+_FEWEST_LAYERS = 3
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -94,6 +97,20 @@ def resolve_context(config: Mapping[str, Any], wanted: int | None) -> tuple[int,
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_context is {wanted}, but {reason} {longest} tokens: ask for less")
     return (wanted, None) if wanted else (min(longest, _LONGEST_DEFAULT), remark)
+
+
+def layers_to_check(config: Mapping[str, Any], num_parameters: int) -> int | None:
+    """How many of the first layers stand for all in the float32 check of a model that is too large to run whole.
+
+    Enough for every kind of layer that the configuration lists. None for all of them.
+    """
+    text = config.get("text_config") or config
+    count = next((int(text[key]) for key in _LAYER_KEYS if text.get(key)), 0)
+    if 4 * num_parameters <= _RUN_WHOLE or count <= _FEWEST_LAYERS:
+        return None
+    lists = [value for value in text.values() if isinstance(value, list) and len(value) == count]
+    firsts = [max(value.index(kind) for kind in value) + 1 for value in lists]
+    return min(count, max([_FEWEST_LAYERS, *firsts]))
 
 
 def _frozen_rope_limit(config: Mapping[str, Any]) -> int | None:

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from edgespec import __version__
-from edgespec.bundle import CacheKind, Manifest, ModelInfo, list_files
-from edgespec.export.check import Figures, check_graph, find_row_rule, mean_overlap
-from edgespec.export.convert import convert, require_extra
-from edgespec.export.disk import require_space
-from edgespec.export.graph import fuse_graph, graph_dimensions, quantize_graph
-from edgespec.export.options import Plan, Precision, make_plan, resolve_context, resolve_precision
+from edgespec.bundle import Manifest, ModelInfo, list_files
+from edgespec.export.check import mean_overlap
+from edgespec.export.convert import require_extra
+from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import check_pair
-from edgespec.export.progress import Progress, SilentProgress, peak_memory_bytes
-from edgespec.export.reference import Reference, check_tokens, compute_reference
+from edgespec.export.progress import Progress, SilentProgress
 from edgespec.export.source import Source, fetch_source, recipe_options
-from edgespec.export.write import Workspace, copy_graph, workspace
-from edgespec.params import RowInvariance
+from edgespec.export.steps import Graph, Job, Made, finish, prepare
+from edgespec.export.write import workspace
+from edgespec.memory import peak_memory_bytes
 
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
-_FLOAT_COPIES = 3  # on the disk at once: the plain graph or the draft's, the fused one, and one in the bundle
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +49,27 @@ class ExportReport:
     warnings: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A converted source: its float32 graph on disk, fused if that was possible, and what it must compute.
+class Texts(Protocol):
+    """What a bundle says about text, and its name."""
 
-    Attributes:
-        rows: file with the graph's logits of the check text (.npy).
-    """
-
-    source: Source
-    path: Path
-    cache: CacheKind
-    context_length: int
-    reference: Reference
-    figures: Figures
-    rows: Path
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Path: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def special_tokens(self) -> dict[str, str]: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A graph in its final precision, in the bundle: for the manifest, and its logits of the check text."""
+class _Sources:
+    """Where the weights come from; `draft` is the same object as `target` where both are one model."""
 
-    info: ModelInfo
-    check: dict[str, Any]
-    rows: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One export under way."""
-
-    plan: Plan
-    space: Workspace
-    progress: Progress
-    warnings: list[str] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        self.progress.warn(text)
-
-    def folder(self, name: str) -> Path:
-        path = self.space.work / name
-        path.mkdir()
-        return path
+    target: Source
+    draft: Source | None
 
 
 def export_bundle(
@@ -112,7 +87,8 @@ def export_bundle(
 ) -> ExportReport:
     """Make a bundle of a target and, if wanted, a draft.
 
-    An option that is None is the recipe's, where the source is a recipe, and the default otherwise.
+    A killed export is taken up where it was by the next one of the same models to the same place. An option that is
+    None is the recipe's, where the source is a recipe, and the default otherwise.
 
     Args:
         source: a Hugging Face folder, a hub id, a GGUF file or the name of a recipe.
@@ -136,38 +112,58 @@ def export_bundle(
     given |= {"draft_precision": draft_precision, "draft_block_size": draft_block_size}
     plan = make_plan(source, given, recipe_options(source))
     with workspace(out, overwrite) as space:
-        job = _Job(plan, space, progress or SilentProgress())
+        job = Job(plan, space, progress or SilentProgress())
         manifest = _build(job)
         space.publish(manifest)
     size = sum(info.size for info in manifest.files.values())
     return ExportReport(out, manifest, size, time.monotonic() - started, peak_memory_bytes(), job.warnings)
 
 
-def _build(job: _Job) -> Manifest:
+def _build(job: Job) -> Manifest:
     """Everything but the last rename."""
     plan = job.plan
-    source = _fetch(job, plan.source, "target")
-    draft_source = _fetch_draft(job, source)
-    graph = _prepare(job, source, "target")
-    target = _finish(job, graph, "target", plan.precision, plan.block_size)
-    draft: _Made | None = None
+    sources = _fetch_all(job)
+    graph = prepare(job, sources.target, "target")
+    target = finish(job, graph, "target", plan.precision, plan.block_size)
+    draft: Made | None = None
     check = dict(target.check)
-    if draft_source is not None:
-        draft_graph = graph if draft_source is source else _prepare(job, draft_source, "draft")
-        draft = _finish(job, draft_graph, "draft", plan.draft_precision, plan.draft_block_size)
-        check |= draft.check | {"pair_overlap": _overlap(target, draft)}
+    if sources.draft is not None:
+        draft = _make_draft(job, sources, graph, target)
+        check |= draft.check | {"pair_overlap": pair_overlap(target.rows, draft.rows)}
     job.progress.step("writing the bundle")
-    return _manifest(job, source, target.info, draft.info if draft else None, check)
+    return make_manifest(job.space.bundle, sources.target, target.info, draft.info if draft else None, check)
 
 
-def _fetch(job: _Job, name: str, role: str) -> Source:
+def _make_draft(job: Job, sources: _Sources, graph: Graph, target: Made) -> Made:
+    """The draft in its precision; nothing new where it would be the target once more."""
+    assert sources.draft is not None
+    wanted = job.plan.draft_precision, job.plan.draft_block_size
+    if sources.draft is sources.target:
+        resolved = resolve_precision(*wanted, sources.target.num_parameters)
+        if resolved == (target.info.precision, target.info.block_size):
+            job.warn("target and draft are the same model in the same precision: they share their files")
+            return replace(target, check={})
+    draft_graph = graph if sources.draft is sources.target else prepare(job, sources.draft, "draft")
+    return finish(job, draft_graph, "draft", *wanted)
+
+
+def _fetch_all(job: Job) -> _Sources:
+    """Bring both models to this disk, and look for what a killed export of them left."""
+    target = _fetch(job, job.plan.source, "target")
+    draft = _fetch_draft(job, target)
+    different = [target] if draft is None or draft is target else [target, draft]
+    job.open_journal([file for source in different for file in source.files])
+    return _Sources(target, draft)
+
+
+def _fetch(job: Job, name: str, role: str) -> Source:
     job.progress.step(f"fetching {name}")
     source = fetch_source(name, job.folder(f"{role}-source"))
     job.progress.note(f"{role}: {source.origin}; licence {source.licence or 'unknown'}")
     return source
 
 
-def _fetch_draft(job: _Job, target: Source) -> Source | None:
+def _fetch_draft(job: Job, target: Source) -> Source | None:
     name = job.plan.draft
     if name is None or _is_same(name, job.plan.source):
         return target if name is not None else None
@@ -190,93 +186,34 @@ def _is_same(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
 
 
-def _prepare(job: _Job, source: Source, role: str) -> _Graph:
-    """Convert, fuse, and hold the float32 graph tightly against the original, before anything is rounded."""
-    require_space(job.space.work, _FLOAT_COPIES * 4 * source.num_parameters)
-    context_length, remark = resolve_context(source.config, job.plan.max_context)
-    if remark is not None:
-        job.warn(f"{source.name}: {remark}")
-    job.progress.step(f"converting {source.name} to ONNX")
-    plain = convert(source.folder, source.config, job.folder(f"{role}-onnx"))
-    job.progress.step(f"fusing the attention of {source.name}")
-    fused = fuse_graph(plain, source, context_length, job.folder(f"{role}-fp32"), job.warn)
-    for file in plain.parent.iterdir():
-        file.unlink()  # as large as the model
-    job.progress.step(f"running {source.name} in torch")
-    tokens = check_tokens(source, fused.context_length)
-    reference = compute_reference(source, tokens, job.space.work / f"{role}-reference.npy")
-    job.progress.step(f"checking {source.name} in fp32")
-    rows = job.space.work / f"{role}-fp32.npy"
-    figures = check_graph(fused.path, fused.context_length, reference, "fp32", rows)
-    return _Graph(source, fused.path, fused.cache, fused.context_length, reference, figures, rows)
+def pair_overlap(target: Path, draft: Path) -> float:
+    """How much of the target's probability the draft agrees on: the acceptance to expect at temperature 1.
 
-
-def _finish(job: _Job, graph: _Graph, role: str, precision: Precision, block_size: int | None) -> _Made:
-    """The graph of one role in its final precision, inside the bundle, checked."""
-    chosen, block = resolve_precision(precision, block_size, graph.source.num_parameters)
-    folder, progress = job.space.bundle / role, job.progress
-    check: dict[str, Any] = {f"{role}_fp32": graph.figures.as_dict()}
-    figures, rows = graph.figures, graph.rows
-    if block is None:
-        path = copy_graph(graph.path, folder)
-    else:
-        progress.step(f"quantising the {role} to {chosen}, blocks of {block}")
-        path, check[f"{role}_quantization"] = quantize_graph(graph.path, folder, chosen, block, progress.advance)
-        for line in check[f"{role}_quantization"]["kept_fp32"]:
-            job.warn(f"the {role} keeps a weight in fp32: {line}")
-        progress.step(f"checking the {role} in {chosen}")
-        rows = job.space.work / f"{role}-rows.npy"
-        figures = check_graph(path, graph.context_length, graph.reference, chosen, rows)
-    check[role] = figures.as_dict()
-    progress.step(f"looking for the row rule of the {role}")
-    rule = find_row_rule(path, graph.context_length, graph.reference)
-    if rule == "none":
-        job.warn(f"the {role}'s logits depend on how rows are batched on this machine: no exact mode with it")
-    return _Made(_model_info(graph, f"{role}/{path.name}", path, (chosen, block, rule)), check, rows)
-
-
-def _model_info(graph: _Graph, name: str, path: Path, made: tuple[str, int | None, RowInvariance]) -> ModelInfo:
-    precision, block, rule = made
-    source, dimensions = graph.source, graph_dimensions(path)
-    return ModelInfo(
-        path=name,
-        cache=graph.cache,
-        num_layers=dimensions.num_layers,
-        num_kv_heads=dimensions.num_kv_heads,
-        head_dim=dimensions.head_dim,
-        vocab_size=dimensions.vocab_size,
-        context_length=graph.context_length,
-        precision=precision,
-        block_size=block,
-        row_invariance=rule,
-        num_parameters=source.num_parameters,
-        source=source.origin,
-        licence=source.licence,
-    )
-
-
-def _overlap(target: _Made, draft: _Made) -> float:
-    """How much of the target's probability the draft agrees on: the acceptance to expect at temperature 1."""
-    rows = [np.load(made.rows, mmap_mode="r") for made in (target, draft)]
+    Args:
+        target, draft: files with the logits of the check text.
+    """
+    rows = [np.load(file, mmap_mode="r") for file in (target, draft)]
     count = min(len(rows[0]), len(rows[1]))
     return mean_overlap(rows[0][:count], rows[1][:count])
 
 
-def _manifest(job: _Job, source: Source, target: ModelInfo, draft: ModelInfo | None, check: dict[str, Any]) -> Manifest:
-    folder = job.space.bundle
-    (folder / TOKENIZER).write_bytes(source.tokenizer.read_bytes())
-    if source.chat_template is not None:
-        (folder / TEMPLATE).write_text(source.chat_template, encoding="utf-8", newline="\n")
+def make_manifest(
+    folder: Path, texts: Texts, target: ModelInfo, draft: ModelInfo | None, check: dict[str, Any]
+) -> Manifest:
+    """Put tokenizer and template into a bundle's folder and describe all that is in it."""
+    (folder / TOKENIZER).write_bytes(texts.tokenizer.read_bytes())
+    if texts.chat_template is not None:
+        (folder / TEMPLATE).write_text(texts.chat_template, encoding="utf-8", newline="\n")
     where = {"onnxruntime": version("onnxruntime"), "machine": platform.machine(), "system": platform.system()}
     return Manifest(
-        name=source.name,
+        name=texts.name,
         created_by=f"edgespec {__version__}",
         target=target,
         draft=draft,
-        eos_token_ids=source.eos_token_ids,
+        eos_token_ids=texts.eos_token_ids,
         tokenizer=TOKENIZER,
-        chat_template=TEMPLATE if source.chat_template is not None else None,
-        special_tokens=source.special_tokens,
+        chat_template=TEMPLATE if texts.chat_template is not None else None,
+        special_tokens=texts.special_tokens,
         files=list_files(folder),
         check=check | {"measured_on": where},
     )

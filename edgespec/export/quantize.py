@@ -155,9 +155,11 @@ class _Quantizer:
         if value.name not in self.parts:
             self._round(value.name, weight)
             table = _matrix(self.embedding.inputs[0]) if self.embedding else None
-            if table is not None and _is_same(table.numpy(), weight):
+            if table is not None and _is_same(table, weight):
                 self.head = value.name
         rows, width = weight.shape
+        del weight
+        _let_go(matrix)
         attributes = {"K": width, "N": rows, "bits": self.bits, "block_size": self.block}
         attributes["accuracy_level"] = _ACCURACY_LEVEL
         inputs = [node.inputs[0], *self.parts[value.name]]
@@ -173,6 +175,7 @@ class _Quantizer:
         rows, width = matrix.numpy().shape
         if self.head is None:
             self._round(table.name, matrix.numpy())
+        _let_go(matrix)
         packed, scales = self.parts[self.head or table.name]
         name, padded = node.name or "embedding", -(-width // self.block) * self.block
         flat_shape = self._integers(f"{name}_table_shape", [rows, padded * self.bits // 8])
@@ -238,12 +241,22 @@ def _is_input_ids(value: ir.Value | None) -> bool:
     return value is not None
 
 
-def _is_same(table: NDArray[np.float32], head: NDArray[np.float32]) -> bool:
+def _is_same(tensor: ir.TensorProtocol, head: NDArray[np.float32]) -> bool:
     """Whether two matrices are equal, compared piece by piece: one of them is a transposed view."""
-    if table.shape != head.shape:
+    if tuple(tensor.shape) != head.shape:
         return False
+    table = tensor.numpy()
     steps = range(0, len(table), _ROWS_AT_ONCE)
-    return all(np.array_equal(table[i : i + _ROWS_AT_ONCE], head[i : i + _ROWS_AT_ONCE]) for i in steps)
+    found = all(np.array_equal(table[i : i + _ROWS_AT_ONCE], head[i : i + _ROWS_AT_ONCE]) for i in steps)
+    del table
+    _let_go(tensor)
+    return found
+
+
+def _let_go(tensor: ir.TensorProtocol) -> None:
+    """Unmap a weight's file: pages that were read count as memory until then."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.release()
 
 
 def _drop_unused(model: ir.Model, value: ir.Value) -> None:

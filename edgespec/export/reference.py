@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from edgespec.contracts import Tokens
 from edgespec.errors import ExportError
 from edgespec.export.convert import quiet
+from edgespec.export.skeleton import load_buffers, make_skeleton, stream_weights
 from edgespec.export.source import Source
+from edgespec.export.weights import Checkpoint
 
 _TEXT = Path(__file__).with_name("check_text.txt")
 MOST_TOKENS = 420
@@ -32,7 +34,17 @@ class Reference:
 
 
 def check_tokens(source: Source, context_length: int) -> Tokens:
-    """The check text in the model's own tokens, at most as many as fit, less one, and an even number.
+    """`check_text_tokens` of a source."""
+    return check_text_tokens(source.tokenizer, context_length, source.name)
+
+
+def check_text_tokens(tokenizer: Path, context_length: int, name: str) -> Tokens:
+    """The check text in a model's own tokens, at most as many as fit, less one, and an even number.
+
+    Args:
+        tokenizer: `tokenizer.json`.
+        context_length: of the model.
+        name: of the model, for messages.
 
     Raises:
         ExportError: too few for a meaningful check.
@@ -40,33 +52,32 @@ def check_tokens(source: Source, context_length: int) -> Tokens:
     from tokenizers import Tokenizer
 
     text = _TEXT.read_text(encoding="utf-8")
-    ids = Tokenizer.from_file(str(source.tokenizer)).encode(text).ids
+    ids = Tokenizer.from_file(str(tokenizer)).encode(text).ids
     count = min(len(ids), MOST_TOKENS, context_length - 1) // 2 * 2
     if count < _FEWEST_TOKENS:
         raise ExportError(
-            f"{source.name}: only {count} tokens to check the export with, and {_FEWEST_TOKENS} are needed; "
+            f"{name}: only {count} tokens to check the export with, and {_FEWEST_TOKENS} are needed; "
             "allow a longer context or check the tokenizer"
         )
     return np.array(ids[:count], np.int64)
 
 
-def compute_reference(source: Source, tokens: Tokens, file: Path) -> Reference:
-    """Run the original once over `tokens` and keep its logits in `file` (.npy).
+def compute_reference(source: Source, tokens: Tokens, file: Path, num_layers: int | None = None) -> Reference:
+    """Run the original once over `tokens` in float32 and keep its logits in `file` (.npy).
 
-    Attention is computed in the plain way, without fused kernels that leave out a model's peculiarities.
+    Attention is computed in the plain way, without fused kernels that leave out a model's peculiarities. Each
+    module reads its weights when it is called, so that one weight at a time is in memory.
+
+    Args:
+        num_layers: only so many of the first layers.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     with quiet(), torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        ).eval()
+        model = make_skeleton(source.folder, num_layers)
+        checkpoint = Checkpoint(source.folder)
+        load_buffers(model, checkpoint)
+        stream_weights(model, checkpoint)
         logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].float().numpy()
     np.save(file, logits)
     return Reference(tokens, np.load(file, mmap_mode="r"))

@@ -5,7 +5,6 @@ Code that comes with a model is never run, and weights are read from safetensors
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +15,11 @@ from edgespec.export.convert import quiet
 from edgespec.export.disk import is_disk_full
 from edgespec.export.gguf import unpack_gguf
 from edgespec.export.recipe import fetch_member, read_recipe, recipe_names
+from edgespec.export.texts import chat_template, eos_token_ids, licence, read_json, special_tokens, tokenizer_file
+from edgespec.export.weights import Checkpoint, weight_files
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md"]
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,14 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def files(self) -> list[Path]:
+        """All that an export depends on."""
+        return [self.folder / "config.json", self.tokenizer, *weight_files(self.folder)]
+
+    @property
     def num_parameters(self) -> int:
         """Of the weights as stored; a tied head counts once."""
-        return sum(_count_parameters(path) for path in self.folder.glob("*.safetensors"))
+        return Checkpoint(self.folder).num_parameters
 
 
 def recipe_options(source: str) -> dict[str, Any]:
@@ -147,111 +152,24 @@ def _download_snapshot(repository: str) -> Path:
 
 def read_folder(folder: Path, work: Path, origin: str) -> Source:
     """Read and check a Hugging Face folder. What has to be made (a `tokenizer.json`) goes into `work`."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not config:
         raise ExportError(f"{folder} has no readable config.json; name a Hugging Face model folder")
     if not list(folder.glob("*.safetensors")):
         raise ExportError(f"{folder} has no .safetensors weights; pickled weights are not read: convert them first")
     if "auto_map" in config:
         raise ExportError(f"{folder} needs code of its own (auto_map in config.json), and such code is never run")
-    settings = _read_json(folder / "tokenizer_config.json")
-    special = _special_tokens(settings | _read_json(folder / "special_tokens_map.json"))
-    tokenizer = _tokenizer_file(folder, work)
+    settings = read_json(folder / "tokenizer_config.json")
+    special = special_tokens(settings | read_json(folder / "special_tokens_map.json"))
+    tokenizer = tokenizer_file(folder, work)
     return Source(
         name=folder.resolve().name,
         folder=folder,
         tokenizer=tokenizer,
         origin=origin,
-        licence=_licence(folder),
+        licence=licence(folder),
         config=config,
-        chat_template=_chat_template(folder, settings),
+        chat_template=chat_template(folder, settings),
         special_tokens=special,
-        eos_token_ids=_eos_token_ids(folder, config, tokenizer, special),
+        eos_token_ids=eos_token_ids(folder, config, tokenizer, special),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _tokenizer_file(folder: Path, work: Path) -> Path:
-    file = folder / "tokenizer.json"
-    if file.is_file():
-        return file
-    try:
-        with quiet():
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False).save_pretrained(work)
-    except Exception as error:  # whatever a slow tokenizer's conversion lacks, the remedy is the same
-        raise ExportError(f"{folder} has no tokenizer.json and none could be made ({error})".split("\n")[0]) from error
-    return work / "tokenizer.json"
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """From its own file, or from the tokenizer's settings; of several named ones, the default."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for role in _ROLES:
-        token = settings.get(role)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            found[role] = text
-    return found
-
-
-def _eos_token_ids(folder: Path, config: dict[str, Any], tokenizer: Path, special: dict[str, str]) -> tuple[int, ...]:
-    """What generation stops at by the model's own settings, and the tokenizer's end token."""
-    from tokenizers import Tokenizer
-
-    ids: set[int] = set()
-    stated = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-    ids.update(i for i in (stated if isinstance(stated, list) else [stated]) if isinstance(i, int))
-    try:
-        end = Tokenizer.from_file(str(tokenizer)).token_to_id(special.get("eos_token", ""))
-    except Exception as error:  # the library raises bare Exception
-        raise ExportError(f"{tokenizer} is not a readable tokenizer ({error})") from error
-    if end is not None:
-        ids.add(end)
-    if not ids:
-        raise ExportError(f"{folder} names no end token, so no answer would stop; set eos_token_id in config.json")
-    return tuple(sorted(ids))
-
-
-def _licence(folder: Path) -> str | None:
-    """`license:` of the model card's front matter."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return None
-    text = card.read_text(encoding="utf-8", errors="replace")
-    front = text.split("---")[1] if text.startswith("---") and text.count("---") >= 2 else ""
-    found = re.search(r"^license:\s*([\w.+-]+)\s*$", front, re.MULTILINE)
-    return found.group(1) if found else None
-
-
-def _count_parameters(file: Path) -> int:
-    from safetensors import safe_open
-
-    with safe_open(file, "np") as tensors:
-        shapes = [tensors.get_slice(key).get_shape() for key in tensors.keys()]  # noqa: SIM118 - not a dict
-    count = 0
-    for shape in shapes:
-        size = 1
-        for length in shape:
-            size *= length
-        count += size
-    return count

@@ -1,7 +1,7 @@
 """Putting a bundle where the user wants it, all or nothing. Owns the working folder, the swap and the graph files.
 
 All work happens in a hidden folder beside the destination (the same disk, so that the last step is a rename). It goes
-away however the export ends; what a killed process left is swept by the next export to the same place.
+away however the export ends; what a killed process left is taken over by the next export to the same place.
 """
 
 from __future__ import annotations
@@ -88,16 +88,27 @@ def workspace(destination: Path, overwrite: bool) -> Iterator[Workspace]:
     check_destination(destination, overwrite)
     with explain_disk_errors(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{destination.name}.edgespec-"
-        _sweep(destination.parent, prefix)
-        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=destination.parent))
+        folder = _open_folder(destination)
         try:
             made = Workspace(destination, folder / "bundle", folder / "work")
-            made.bundle.mkdir()
-            made.work.mkdir()
+            made.bundle.mkdir(exist_ok=True)
+            made.work.mkdir(exist_ok=True)
             yield made
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_folder(destination: Path) -> Path:
+    """A working folder: the newest that a killed process left, taken over, or a new one. Older ones are removed."""
+    prefix = f".{destination.name}.edgespec-"
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=destination.parent))
+    left = sorted(_abandoned(destination.parent, prefix), key=lambda path: path.stat().st_mtime)
+    if left:
+        folder.rmdir()
+        os.replace(left.pop(), folder)
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return folder
 
 
 def save_graph(model: ir.Model, folder: Path) -> Path:
@@ -116,12 +127,12 @@ def copy_graph(source: Path, folder: Path) -> Path:
     return folder / GRAPH
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    """Remove working folders whose process is gone."""
+def _abandoned(parent: Path, prefix: str) -> Iterator[Path]:
+    """Working folders whose process is gone."""
     for folder in parent.glob(f"{prefix}*"):
         owner = folder.name.removeprefix(prefix).split("-")[0]
         if folder.is_dir() and owner.isdigit() and not _is_running(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
+            yield folder
 
 
 def _is_running(process_id: int) -> bool:

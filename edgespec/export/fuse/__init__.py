@@ -15,6 +15,7 @@ import onnx_ir as ir
 from edgespec.export.fuse.build import drop_identities
 from edgespec.export.fuse.emit import Emitted, Emitter
 from edgespec.export.fuse.facts import Facts
+from edgespec.export.fuse.fold import fold_constants
 from edgespec.export.fuse.layer import LayerMatch, find_layer
 from edgespec.export.fuse.limits import check_config, check_layers
 from edgespec.export.fuse.report import FuseReport, NoMatch
@@ -24,6 +25,7 @@ from edgespec.export.fuse.tidy import drop_casts, fold_norms, gemm_to_matmul, ti
 __all__ = [
     "FuseReport",
     "NoMatch",
+    "fold_constants",
     "fold_norms",
     "fuse",
     "gemm_to_matmul",
@@ -33,11 +35,12 @@ __all__ = [
 ]
 
 
-def fuse(source: Path, config: dict[str, Any], max_len: int) -> tuple[ir.Model, FuseReport]:
+def fuse(source: Path | ir.Model, config: dict[str, Any], max_len: int) -> tuple[ir.Model, FuseReport]:
     """Fuse the attention of an exported decoder.
 
     Args:
-        source: `model.onnx` of optimum's `main_export` with task text-generation-with-past.
+        source: `model.onnx` of optimum's `main_export` with task text-generation-with-past, or the loaded model,
+            which is changed in place and of no use after NoMatch.
         config: the model's `config.json`.
         max_len: most tokens that the cache will hold, at most what the model was made for (learned positions end
             there). Rope tables get one row more, as a padding row may be fed past the end.
@@ -51,8 +54,10 @@ def fuse(source: Path, config: dict[str, Any], max_len: int) -> tuple[ir.Model, 
         NoMatch: the model cannot be fused. Nothing was written.
     """
     check_config(config, max_len)
-    model = ir.load(source)
+    model = source if isinstance(source, ir.Model) else ir.load(source)
     drop_identities(model.graph)
+    fold_constants(model)
+    untie_head(model)
     drop_casts(model)
     num_layers = _check_cache(model.graph)
     facts = Facts(model)

@@ -45,7 +45,7 @@ def _find_head(graph: ir.Graph) -> ir.Node | None:
     """Walk back from the logits through scaling, soft cap and bias to the product with the head's weight."""
     value = _logits(graph)
     while value is not None and (node := value.producer()) is not None:
-        if node.op_type == "MatMul":
+        if node.op_type in ("MatMul", "MatMulNBits"):
             return node if _is_weight(node.inputs[1]) else None
         if node.op_type not in _AFTER_HEAD:
             return None

@@ -1,0 +1,120 @@
+"""How likely drafted tokens are to be accepted, learnt while running. Knows no models and no clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2
+
+# Memories of an estimate, in rounds: each forgets at its own pace, and they are weighted by how well each has
+# predicted. The shortest follows a change within a sentence, the longest is the average of a long answer.
+_HORIZONS = (4, 16, 64, 256)
+_KEEP = tuple(1 - 1 / horizon for horizon in _HORIZONS)
+_SHARE = 1 / _HORIZONS[-1]  # of the weight that is dealt out anew with each observation (fixed share)
+# Observations that a cell needs to count as much as what is known without it.
+_PARENT_WEIGHT = 4.0
+_MAX_LEVEL = 7
+_MAX_DEPTH = 4
+
+
+class DriftingRate:
+    """A probability of success that may change: a mixture of averages with different memories.
+
+    What was observed fades with the rounds that pass, whether anything is observed in them or not, so that a rate
+    nobody has looked at for long is what the prior says. Weights of the memories follow the likelihood of what was
+    observed, with a fixed share dealt out anew so that none is ever lost (Herbster and Warmuth 1998).
+
+    Args:
+        prior_weight: of the prior, in observations.
+    """
+
+    def __init__(self, prior_weight: float) -> None:
+        self._prior_weight = prior_weight
+        self._successes = [0.0] * len(_HORIZONS)
+        self._trials = [0.0] * len(_HORIZONS)
+        self._weights = [1 / len(_HORIZONS)] * len(_HORIZONS)
+        self._now = 0
+
+    def value(self, prior: float, now: int) -> float:
+        """The probability that a trial in round `now` succeeds, where `prior` is what is known from elsewhere."""
+        self._fade(now)
+        return sum(w * r for w, r in zip(self._weights, self._rates(prior), strict=True))
+
+    def observe(self, success: bool, prior: float, now: int) -> None:
+        self._fade(now)
+        weights = []
+        for i, rate in enumerate(self._rates(prior)):
+            # Away from 0 and 1: one surprise must not condemn a memory for ever.
+            rate = min(max(rate, 0.01), 0.99)
+            weights.append(self._weights[i] * (rate if success else 1 - rate))
+            self._successes[i] += success
+            self._trials[i] += 1
+        total = sum(weights)
+        self._weights = [(1 - _SHARE) * w / total + _SHARE / len(_HORIZONS) for w in weights]
+
+    def _rates(self, prior: float) -> list[float]:
+        weight = self._prior_weight
+        pairs = zip(self._successes, self._trials, strict=True)
+        return [(s + weight * prior) / (n + weight) for s, n in pairs]
+
+    def _fade(self, now: int) -> None:
+        gap = now - self._now
+        if gap:
+            self._now = now
+            for i, keep in enumerate(_KEEP):
+                self._successes[i] *= keep**gap
+                self._trials[i] *= keep**gap
+
+
+class AcceptanceModel:
+    """Acceptance of one drafter's tokens, by depth and by the drafter's own confidence.
+
+    The level of a token is its confidence c in steps of a halved doubt 1 - c; its cell is that and its depth (the
+    first few apart, the rest together). A cell starts from its level, a level and a depth start from the drafter's
+    overall rate, and that from `prior`.
+
+    Args:
+        prior: acceptance to start from.
+    """
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._now = 0
+        self._overall = DriftingRate(1.0)
+        self._depths = [DriftingRate(_PARENT_WEIGHT) for _ in range(_MAX_DEPTH + 1)]
+        self._levels = [DriftingRate(_PARENT_WEIGHT) for _ in range(_MAX_LEVEL + 1)]
+        self._cells = [[DriftingRate(_PARENT_WEIGHT) for _ in self._levels] for _ in self._depths]
+
+    @property
+    def overall(self) -> float:
+        return self._overall.value(self._prior, self._now)
+
+    def at_depth(self, depth: int) -> float:
+        """Probability that the token at `depth` (0 is the first) is accepted, given that those before it are."""
+        return self._depths[min(depth, _MAX_DEPTH)].value(self.overall, self._now)
+
+    def at(self, depth: int, confidence: float) -> float:
+        """The same, knowing the drafter's confidence in the token."""
+        level = _level(confidence)
+        return self._cells[min(depth, _MAX_DEPTH)][level].value(self._at_level(level), self._now)
+
+    def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
+        """The first `num_accepted` drafted tokens were accepted, and the next, if there is one, was not.
+
+        Args:
+            confidences: of the tokens that were drafted.
+        """
+        self._now += 1
+        for depth, confidence in enumerate(confidences[: num_accepted + 1]):
+            success, level, line = depth < num_accepted, _level(confidence), min(depth, _MAX_DEPTH)
+            overall, at_level = self.overall, self._at_level(level)
+            self._cells[line][level].observe(success, at_level, self._now)
+            self._levels[level].observe(success, overall, self._now)
+            self._depths[line].observe(success, overall, self._now)
+            self._overall.observe(success, self._prior, self._now)
+
+    def _at_level(self, level: int) -> float:
+        return self._levels[level].value(self.overall, self._now)
+
+
+def _level(confidence: float) -> int:
+    return min(int(-log2(max(1 - confidence, 2.0**-_MAX_LEVEL))), _MAX_LEVEL)

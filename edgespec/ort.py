@@ -1,0 +1,190 @@
+"""ONNX Runtime itself: importing it, its providers, tensors and sessions. The only file that imports onnxruntime.
+
+Knows nothing of decoders, caches or tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ConfigError, MissingExtraError, SessionError
+from edgespec.params import RuntimeParams, Spinning
+
+_SHORT_PROVIDER_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+_NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+
+
+def import_onnxruntime() -> ModuleType:
+    """The onnxruntime module, provided by exactly one of its two packages.
+
+    Raises:
+        MissingExtraError: neither package is installed, or both are (they overwrite each other's files).
+    """
+    installed = [name for name in _PACKAGES if _is_installed(name)]
+    if len(installed) == 2:
+        raise MissingExtraError(
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: "
+            "run `pip uninstall onnxruntime onnxruntime-gpu`, then `pip install` the one you want"
+        )
+    try:
+        with _without_telemetry():
+            import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError(
+            "onnxruntime is not installed: run `pip install 'edgespec[cpu]'` or `pip install 'edgespec[gpu]'`"
+        ) from error
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """While it is imported, ONNX Runtime decides whether to send telemetry and to mark the device in the user's home.
+
+    `disable_telemetry_events` comes too late for that. A user who has set the variable decides for himself.
+    """
+    if _NO_TELEMETRY in os.environ:
+        yield
+        return
+    os.environ[_NO_TELEMETRY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NO_TELEMETRY, None)
+
+
+def _is_installed(distribution: str) -> bool:
+    import importlib.metadata  # slow to import itself
+
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def runtime_version() -> str:
+    """Version of the installed onnxruntime."""
+    return str(import_onnxruntime().__version__)
+
+
+def available_providers() -> list[str]:
+    """ONNX Runtime's names of the execution providers that the installed package was built with."""
+    return list(import_onnxruntime().get_available_providers())
+
+
+def provider_name(name: str) -> str:
+    """ONNX Runtime's name of a provider.
+
+    Raises:
+        ConfigError: the installed onnxruntime package does not have it.
+    """
+    full = _SHORT_PROVIDER_NAMES.get(name.lower(), name)
+    available = available_providers()
+    if full not in available:
+        raise ConfigError(
+            f"provider {name!r} is not in the installed onnxruntime package, which has {', '.join(available)}"
+        )
+    return full
+
+
+class OrtDevice:
+    """Tensors in the memory of the provider that runs the graph."""
+
+    def __init__(self, provider: str) -> None:
+        self._ort = import_onnxruntime()
+        self.name = "cuda" if provider == _SHORT_PROVIDER_NAMES["cuda"] else "cpu"
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        if self.name == "cpu":
+            return self.put(np.zeros(shape, np.float32))
+        return self._ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, self.name, 0)
+
+    def put(self, array: NDArray[Any]) -> Any:
+        """On the CPU the tensor *is* the array's memory."""
+        return self._ort.OrtValue.ortvalue_from_numpy(array, self.name, 0)
+
+
+class Interrupt:
+    """Ends the call of a model that is under way, and any later one of the same answer. From any thread.
+
+    ONNX Runtime looks at it between two operators of the graph.
+    """
+
+    def __init__(self) -> None:
+        from onnxruntime import RunOptions
+
+        self.options: Any = RunOptions()
+
+    def set(self) -> None:
+        self.options.terminate = True
+
+    def is_set(self) -> bool:
+        return bool(self.options.terminate)
+
+
+# Alive in this process, so that a forked child can be kept from releasing what it cannot.
+_sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
+    """In a forked child: releasing a session joins its threads, which did not come along, and would never return."""
+    for session in list(_sessions):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_ever)
+
+
+def open_session(path: Path, runtime: RuntimeParams) -> Any:
+    """ONNX Runtime's session of a graph, on the provider asked for or none.
+
+    Raises:
+        SessionError: the graph or the provider cannot be used.
+        ConfigError: the provider is not installed.
+    """
+    ort = import_onnxruntime()
+    provider = provider_name(runtime.provider)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # errors are raised; warnings are for those who debug graphs
+    if runtime.threads is not None:
+        options.intra_op_num_threads = runtime.threads
+    for key, value in _SPINNING[runtime.spinning].items():
+        options.add_session_config_entry(key, value)
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:
+        raise SessionError(f"{path}: ONNX Runtime cannot load the graph: {one_line(error)}") from error
+    session.disable_fallback()
+    if session.get_providers()[0] != provider:
+        raise SessionError(
+            f"provider {runtime.provider!r} cannot be used on this machine (its libraries or its device are missing): "
+            "install them, or choose `cpu`"
+        )
+    _sessions.add(session)
+    return session
+
+
+_SPINNING: dict[Spinning, dict[str, str]] = {
+    "on": {},
+    "off": {"session.intra_op.allow_spinning": "0"},
+    "stop": {"session.force_spinning_stop": "1"},
+    "auto": {"session.force_spinning_stop": "1"},
+}
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error of ONNX Runtime, which may have many lines."""
+    return " ".join(str(error).split())[:300]

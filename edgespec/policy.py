@@ -1,0 +1,240 @@
+"""How many tokens to draft next, and by whom: from measured costs and observed acceptance.
+
+The text is what it is; what can be chosen is how long each stretch of it takes. So the round is taken that is
+expected to emit most tokens per second, and one more token is drafted as long as what it is expected to add, per
+second of its own cost, is above that rate. A draft of length 0 is plain decoding and always among the choices.
+
+Knows no clocks, sessions or tokens: it is told what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.acceptance import AcceptanceModel
+from edgespec.costs import CostCurve
+
+# Share of the time that may be spent on trying drafters which are thought to lose: what being wrong about them may
+# cost at most, and so the most by which speculation is slower than plain decoding in the long run.
+PROBE_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a drafter can do in this round.
+
+    Attributes:
+        name: of the drafter.
+        confidences: of each token that it already proposes; `None` if it drafts on demand, token by token.
+        backlog: tokens that it would have to read first.
+    """
+
+    name: str
+    confidences: Sequence[float] | None
+    backlog: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which drafter, and how many tokens at most. `PLAIN` is none."""
+
+    name: str | None
+    depth: int
+
+
+PLAIN = Choice(None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round did.
+
+    Attributes:
+        name: of the drafter, or `None`.
+        confidences: of the drafted tokens.
+        num_accepted, num_emitted: tokens.
+        past, rows: of the target's call.
+        target_s, draft_s: seconds.
+        backlog: tokens that the drafter read first.
+    """
+
+    name: str | None
+    confidences: Sequence[float]
+    num_accepted: int
+    num_emitted: int
+    past: int
+    rows: int
+    target_s: float
+    draft_s: float
+    backlog: int = 0
+
+
+class FixedPolicy:
+    """Always the same number of tokens, by the first drafter that has something to offer."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.max_depth = num_draft_tokens
+
+    def choose(self, offers: Sequence[Offer], past: int, room: int) -> Choice:
+        for offer in offers:
+            depth = min(self.max_depth, room)
+            if offer.confidences is not None:
+                depth = min(depth, len(offer.confidences))
+            if depth > 0:
+                return Choice(offer.name, depth)
+        return PLAIN
+
+    def goes_on(self, name: str, confidences: Sequence[float], past: int) -> bool:
+        return True
+
+    def learn(self, outcome: Outcome) -> None:
+        pass
+
+    def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A round: how many tokens are drafted, how many will be emitted on average, and how long it takes."""
+
+    depth: int
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class AdaptivePolicy:
+    """Chooses drafter and depth by marginal benefit.
+
+    Args:
+        target: cost of the target's calls; its `max_rows` bounds the depth.
+        drafters: for each drafter the cost of its steps (`None` where it is not worth measuring: lookups) and the
+            acceptance to start from.
+    """
+
+    def __init__(self, target: CostCurve, drafters: Mapping[str, tuple[CostCurve | None, float]]) -> None:
+        self._target = target
+        self._steps = {name: curve for name, (curve, _) in drafters.items()}
+        self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
+        self._foregone_s = dict.fromkeys(drafters, 0.0)
+        self._elapsed_s = self._probing_s = 0.0
+        self.tokens_per_s = 0.0
+        """Expected of the last choice."""
+
+    @property
+    def max_depth(self) -> int:
+        return self._target.max_rows - 1
+
+    def choose(self, offers: Sequence[Offer], past: int, room: int) -> Choice:
+        """The drafter and depth that emit most tokens per second.
+
+        Args:
+            offers: what the drafters can do.
+            past: committed tokens.
+            room: most tokens that may be drafted.
+        """
+        costs = self._target.seconds(past)
+        plans = {o.name: self._plan(o, costs, past, min(room, self.max_depth)) for o in offers}
+        best = _Plan(0, 1.0, float(costs[1]))
+        choice = PLAIN
+        for offer in sorted(offers, key=lambda o: o.backlog > 1):
+            plan = plans[offer.name]
+            if plan is not None and plan.rate > best.rate and self._is_worth_reading(offer, plan, best, past):
+                best, choice = plan, Choice(offer.name, plan.depth)
+        self.tokens_per_s = best.rate
+        if choice is PLAIN:
+            choice = self._probe(offers, plans, best, past) or PLAIN
+        return choice
+
+    def goes_on(self, name: str, confidences: Sequence[float], past: int) -> bool:
+        """Whether one more token is worth drafting after those with these confidences."""
+        depth = len(confidences)
+        if depth >= self.max_depth:
+            return False
+        costs = self._target.seconds(past)
+        model = self._acceptance[name]
+        survival = model.at_depth(depth)
+        for i, confidence in enumerate(confidences):
+            survival *= model.at(i, confidence)
+        extra = float(costs[depth + 2] - costs[depth + 1]) if depth + 2 < len(costs) else float(costs[-1])
+        return survival > self.tokens_per_s * (extra + self._step_s(name, past))
+
+    def learn(self, outcome: Outcome) -> None:
+        """Take in what a round did."""
+        self._target.observe(outcome.rows, outcome.past, outcome.target_s)
+        self._elapsed_s += outcome.target_s + outcome.draft_s
+        if outcome.name is None:
+            return
+        self._foregone_s[outcome.name] = 0.0
+        self._acceptance[outcome.name].observe(outcome.confidences, outcome.num_accepted)
+        curve = self._steps[outcome.name]
+        if curve is not None and outcome.confidences and outcome.backlog <= 1:
+            curve.observe(1, outcome.past, outcome.draft_s / len(outcome.confidences))
+
+    def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
+        """What would have become of a proposal that was not checked, as far as the emitted tokens tell."""
+        self._acceptance[name].observe(confidences, num_accepted)
+
+    def _plan(self, offer: Offer, costs: NDArray[np.float64], past: int, limit: int) -> _Plan | None:
+        """The depth at which this drafter emits most tokens per second, or `None` where it has nothing to offer."""
+        model = self._acceptance[offer.name]
+        if offer.confidences is None:
+            chances = [model.at_depth(i) for i in range(limit)]
+        else:
+            chances = [model.at(i, c) for i, c in enumerate(offer.confidences[:limit])]
+        if not chances:
+            return None
+        depths = np.arange(1, len(chances) + 1)
+        tokens = 1 + np.cumsum(np.cumprod(chances))
+        seconds = costs[depths + 1] + depths * self._step_s(offer.name, past)
+        at = int((tokens / seconds).argmax())
+        return _Plan(at + 1, float(tokens[at]), float(seconds[at]))
+
+    def _step_s(self, name: str, past: int) -> float:
+        curve = self._steps[name]
+        return 0.0 if curve is None else float(curve.seconds(past)[1])
+
+    def _reading_s(self, offer: Offer, past: int) -> float:
+        """Seconds that reading the backlog takes. The widest call that was measured reads cheapest a token."""
+        curve = self._steps[offer.name]
+        if curve is None or offer.backlog <= 1:
+            return 0.0
+        return offer.backlog * float(curve.seconds(past)[-1]) / curve.max_rows
+
+    def _is_worth_reading(self, offer: Offer, plan: _Plan, best: _Plan, past: int) -> bool:
+        """Whether the text that the drafter has not read yet should be read for its sake.
+
+        How long the answer will be is unknown. Reading once as much was foregone as it costs is never worse than
+        twice the best that could have been done knowing it (the ski-rental rule).
+        """
+        reading_s = self._reading_s(offer, past)
+        if reading_s == 0:
+            return True
+        self._foregone_s[offer.name] += best.seconds - best.tokens / plan.rate
+        return self._foregone_s[offer.name] >= reading_s
+
+    def _probe(
+        self, offers: Sequence[Offer], plans: Mapping[str, _Plan | None], best: _Plan, past: int
+    ) -> Choice | None:
+        """Try a drafter that is thought to lose, if what that costs is within the share for it.
+
+        Lookups are not tried: what they propose is compared with what is emitted anyway.
+        """
+        for offer in offers:
+            plan = plans[offer.name]
+            if plan is None or offer.confidences is not None or plan.rate > best.rate:
+                continue
+            loss_s = plan.seconds - plan.tokens / best.rate + self._reading_s(offer, past)
+            if self._probing_s + loss_s <= PROBE_SHARE * self._elapsed_s:
+                self._probing_s += loss_s
+                return Choice(offer.name, plan.depth)
+        return None

@@ -1,0 +1,106 @@
+"""`Subject`: what is tested. A bundle's models, opened for it, and prompts in which something repeats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.bundle import ModelInfo, can_share_cache, check_vocab, read_bundle
+from edgespec.contracts import Scorer, Tokens
+from edgespec.errors import ConfigError
+from edgespec.grammar import GrammarCompiler
+from edgespec.invariance import measure_row_invariance
+from edgespec.params import Grammar, RowInvariance, RuntimeParams
+from edgespec.session import DecoderSession
+from edgespec.shaper import Constraint
+from edgespec.tokens import Tokenizer
+
+# Prompt lookup finds what followed the last time, and a model is not sure that it follows again.
+PROMPTS = (
+    "Tom has two dogs and a cat. Ann has two cats and a dog. Tom has two",
+    "She said yes. He said no. She said yes. He said",
+    "one two three four one two three five one two",
+    "We went to the sea and to the hills. They went to the sea and to the",
+    "Monday: rain and wind. Tuesday: sun and clouds. Wednesday: rain and",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A pair of models and texts to try it on.
+
+    Attributes:
+        name: of the bundle, for the report.
+        target: the model whose distribution the output must have.
+        draft: the draft model, if there is one.
+        prompts: token ids, each of shape (n,).
+        row_rule: the rule under which the target's rows do not depend on the call, in force while it is tested.
+        set_row_rule: puts a rule, or none, in force.
+        make_constraint: a grammar, made ready for the tokenizer.
+        max_ngram: longest suffix of prompt lookup.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    name: str
+    target: Scorer
+    draft: Scorer | None
+    prompts: tuple[Tokens, ...]
+    row_rule: RowInvariance = ">=2"
+    set_row_rule: Callable[[RowInvariance | None], None] = lambda rule: None
+    make_constraint: Callable[[Grammar], Constraint] | None = None
+    max_ngram: int = 4
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Iterator[Subject]:
+    """Open a bundle's models, find out the target's row rule, and close them at the end of the block.
+
+    Args:
+        path: folder of the bundle.
+        runtime: `exact` plays no part: the rule is in force wherever there is one.
+        with_draft: open the draft model, too, where the bundle has one.
+    Raises:
+        BundleError, SessionError, MissingExtraError: as `edgespec.load`.
+        ConfigError: the context is too short for the prompts.
+    """
+    bundle = read_bundle(path, verify_hashes=runtime.verify_hashes)
+    manifest = bundle.manifest
+    tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
+    check_vocab(manifest, tokenizer.vocab_size)
+
+    def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
+        path = bundle.path / info.path
+        return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
+
+    with contextlib.ExitStack() as stack:
+        target = open_model(manifest.target)
+        stack.callback(target.close)
+        draft = None
+        if with_draft and manifest.draft is not None:
+            draft = open_model(manifest.draft, target if can_share_cache(manifest) else None)
+            stack.callback(draft.close)
+        rule = measure_row_invariance(target)
+
+        def set_row_rule(wanted: RowInvariance | None) -> None:
+            target.row_rule = None if wanted == "none" else wanted
+
+        set_row_rule(rule)
+        prompts = tuple(np.asarray(tokenizer.encode(text, add_special_tokens=True)) for text in PROMPTS)
+        longest = max(map(len, prompts))
+        if target.context_length < longest + 66:
+            raise ConfigError(f"{path}: a context of {target.context_length} tokens is too short for this test")
+        yield Subject(
+            name=manifest.name,
+            target=target,
+            draft=draft,
+            prompts=prompts,
+            row_rule=rule,
+            set_row_rule=set_row_rule,
+            make_constraint=GrammarCompiler(bundle.path / manifest.tokenizer, manifest.eos_token_ids).compile,
+            eos_token_ids=tuple(manifest.eos_token_ids),
+        )

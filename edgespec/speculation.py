@@ -1,0 +1,138 @@
+"""Drafters and policy of an engine, by what a caller asked for. Owns the choice; knows no text and no bundle files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from edgespec.bundle import Manifest
+from edgespec.contracts import Drafter, DraftPolicy
+from edgespec.costs import CostCurve
+from edgespec.drafters import ModelDrafter, NgramDrafter
+from edgespec.errors import ConfigError
+from edgespec.params import RowInvariance, RuntimeParams, SpecParams, Spinning
+from edgespec.policy import AdaptivePolicy, FixedPolicy
+from edgespec.profile import Profile, profile_key, read_advice, read_profile, write_profile
+from edgespec.state import bundle_digest
+
+if TYPE_CHECKING:
+    from edgespec.session import DecoderSession
+
+# Rows of a target call at most: copying text pays up to here on every machine measured.
+MAX_ROWS = 17
+# Acceptance that is assumed before anything was seen, where the bundle does not say better.
+_UNKNOWN_ACCEPTANCE = 0.5
+_QUICK_S = 0.6  # for measuring one session at the first load
+
+
+def choose_drafters(spec: SpecParams, *, has_model: bool) -> tuple[str, ...]:
+    """Names of the drafters that are used. Several are a chain, of which the policy takes one a round.
+
+    Raises:
+        ConfigError: the model is asked for and there is none.
+    """
+    if spec.num_draft_tokens == 0 or spec.drafter == "none":
+        return ()
+    if spec.drafter == "auto":
+        # A fixed length has no way of choosing between drafters.
+        if spec.num_draft_tokens is None:
+            return ("ngram", "model") if has_model else ("ngram",)
+        return ("model",) if has_model else ("ngram",)
+    if spec.drafter == "model" and not has_model:
+        raise ConfigError("the bundle has no draft model: use the drafter `ngram`, or export it with --draft")
+    return (spec.drafter,)
+
+
+def make_drafters(
+    names: tuple[str, ...], spec: SpecParams, target: DecoderSession, draft: DecoderSession | None
+) -> dict[str, Drafter]:
+    """The drafters by name. `draft` is the draft model's session where `model` is among them."""
+    made: dict[str, Drafter] = {}
+    for name in names:
+        if name == "ngram":
+            made[name] = NgramDrafter(spec.max_ngram)
+        else:
+            assert draft is not None
+            made[name] = ModelDrafter(draft, target.vocab_size, is_coupled=spec.verifier == "coupled")
+    return made
+
+
+def make_policy(
+    drafters: Mapping[str, Drafter],
+    spec: SpecParams,
+    runtime: RuntimeParams,
+    manifest: Manifest,
+    target: DecoderSession,
+    draft: DecoderSession | None,
+) -> DraftPolicy:
+    """A fixed number of tokens, or the depth by what this machine needs for a call, measured at the first load."""
+    if spec.num_draft_tokens is not None or not drafters:
+        return FixedPolicy(spec.num_draft_tokens or 0)
+    profile = _profile(runtime, manifest, target, draft)
+    steps = None if profile.draft is None else CostCurve(profile.draft, MAX_ROWS)
+    overlap = manifest.check.get("pair_overlap")
+    prior = overlap if isinstance(overlap, float) and 0 < overlap < 1 else _UNKNOWN_ACCEPTANCE
+    costs = {
+        name: (None, _UNKNOWN_ACCEPTANCE) if drafter.is_lookup else (steps, prior) for name, drafter in drafters.items()
+    }
+    return AdaptivePolicy(CostCurve(profile.target, MAX_ROWS), costs)
+
+
+def _profile(
+    runtime: RuntimeParams, manifest: Manifest, target: DecoderSession, draft: DecoderSession | None
+) -> Profile:
+    """The stored profile, or a quick one that is stored."""
+    from edgespec.probe import measure_costs
+
+    key = profile_name(manifest, runtime, target.provider, target.row_rule, has_draft=draft is not None)
+    profile = read_profile(key)
+    if profile is None:
+        drafted = None if draft is None else measure_costs(draft, _QUICK_S)
+        profile = Profile(measure_costs(target, _QUICK_S), drafted)
+        write_profile(key, profile)
+    return profile
+
+
+def profile_name(
+    manifest: Manifest, runtime: RuntimeParams, provider: str, row_rule: RowInvariance | None, *, has_draft: bool
+) -> str:
+    """The key of a profile.
+
+    Args:
+        runtime: nothing left open but perhaps the number of threads.
+        provider: ONNX Runtime's name of it.
+        row_rule: of exact mode, if it is on.
+        has_draft: whether a draft model's session is open beside the target's.
+    """
+    digest, version = bundle_digest(manifest), version_of_onnxruntime()
+    return profile_key(digest, version, provider, runtime.threads, runtime.spinning, row_rule, has_draft)
+
+
+def advice_name(manifest: Manifest, provider: str, *, has_draft: bool) -> str:
+    """The key of advice."""
+    return profile_key("advice", bundle_digest(manifest), version_of_onnxruntime(), provider, has_draft)
+
+
+def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bool) -> RuntimeParams:
+    """What the caller left open, as `edgespec tune` found it best; where it has not been run, by rule."""
+    if runtime.spinning != "auto" and runtime.threads is not None:
+        return runtime
+    from edgespec.ort import provider_name
+
+    advice = read_advice(advice_name(manifest, provider_name(runtime.provider), has_draft=has_draft))
+    spinning: Spinning = runtime.spinning
+    if spinning == "auto":
+        default: Spinning = "off" if has_draft else "stop"
+        spinning = default if advice is None else advice.spinning
+    threads = runtime.threads
+    if threads is None and advice is not None:
+        threads = advice.threads
+    return replace(runtime, spinning=spinning, threads=threads)
+
+
+def version_of_onnxruntime() -> str:
+    """Version of the package that provides the module."""
+    from edgespec.ort import import_onnxruntime
+
+    return str(import_onnxruntime().__version__)
