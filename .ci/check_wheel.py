@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-HEAVY = ("torch", "transformers", "optimum", "onnx", "onnx_ir", "onnxruntime", "click", "rich")
+HEAVY = ("torch", "transformers", "optimum", "onnx", "onnx_ir", "onnxruntime", "click", "rich", "prompt_toolkit")
 
 
 def top_level(wheel: str) -> set[str]:

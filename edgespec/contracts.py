@@ -88,7 +88,7 @@ class Drafter(Protocol):
 
     def learn(self, text: Tokens) -> None:
         """Told the whole text when an answer has ended."""
-        return None
+        return
 
     def propose(
         self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None

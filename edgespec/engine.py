@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from edgespec.aio import AsyncTextStream
 from edgespec.answer import Answer
 from edgespec.bundle import Bundle, ModelInfo, can_share_cache, check_vocab, default_bundle_path, read_bundle
 from edgespec.chat import Message
-from edgespec.contracts import DraftPolicy, Tokens
+from edgespec.contracts import Drafter, DraftPolicy, Tokens
 from edgespec.decoder import SpeculativeDecoder, Step
 from edgespec.errors import SessionError
 from edgespec.gate import Gate
@@ -40,6 +40,7 @@ def load(
     *,
     spec: SpecParams | None = None,
     runtime: RuntimeParams | None = None,
+    drafters: Mapping[str, Drafter] | None = None,
 ) -> Engine:
     """Load a bundle.
 
@@ -47,6 +48,7 @@ def load(
         path: folder of the bundle; `None` is the default bundle in the user's cache.
         spec: which drafter, and how many tokens it proposes.
         runtime: provider, threads, exact mode.
+        drafters: drafters of the application's own, by name; they join the chain.
     Raises:
         BundleError: the bundle is missing, damaged or foreign.
         ConfigError: a parameter does not go with the bundle.
@@ -55,7 +57,7 @@ def load(
     """
     runtime = runtime or RuntimeParams()
     bundle = read_bundle(default_bundle_path() if path is None else path, verify_hashes=runtime.verify_hashes)
-    return Engine(bundle, spec or SpecParams(), runtime)
+    return Engine(bundle, spec or SpecParams(), runtime, drafters)
 
 
 class Engine:
@@ -71,11 +73,17 @@ class Engine:
     """
 
     def __init__(
-        self, bundle: Bundle, spec: SpecParams, runtime: RuntimeParams, *, parent: Engine | None = None
+        self,
+        bundle: Bundle,
+        spec: SpecParams,
+        runtime: RuntimeParams,
+        drafters: Mapping[str, Drafter] | None = None,
+        *,
+        parent: Engine | None = None,
     ) -> None:
-        manifest = bundle.manifest
+        manifest, drafters = bundle.manifest, drafters or {}
         self.bundle = bundle
-        self.drafters = choose_drafters(spec, has_model=manifest.draft is not None)
+        self.drafters = choose_drafters(spec, drafters, has_model=manifest.draft is not None)
         if parent is None:
             self.tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
             check_vocab(manifest, self.tokenizer.vocab_size)
@@ -84,7 +92,7 @@ class Engine:
             self.tokenizer = parent.tokenizer
             prompts = parent.prompts
         runtime = resolve_runtime(runtime, manifest, has_draft="model" in self.drafters)
-        self._spec, self._runtime = spec, runtime
+        self._spec, self._runtime, self._extra_drafters = spec, runtime, drafters
         self._open(spec, runtime, parent)
         self.prompts: PromptMaker = prompts.limited(self.context_length)
         self.gate = Gate()
@@ -120,7 +128,7 @@ class Engine:
             lender = target if can_share_cache(self.bundle.manifest) else None
             draft = open_model(self.bundle.manifest.draft, lender)
             self._sessions.append(draft)
-        drafters = make_drafters(self.drafters, spec, target, draft)
+        drafters = make_drafters(self.drafters, self._extra_drafters, spec, target, draft)
         self._decoder = SpeculativeDecoder(
             target,
             drafters,
@@ -228,7 +236,7 @@ class Engine:
             ConfigError: the engine is closed, or the bundle has no draft model that `spec` asks for.
         """
         self.gate.check_open()
-        return Engine(self.bundle, spec or self._spec, self._runtime, parent=self)
+        return Engine(self.bundle, spec or self._spec, self._runtime, self._extra_drafters, parent=self)
 
     def cancel(self) -> None:
         """End the answer that is being made, if one is, and wait until the engine is free. From any thread."""

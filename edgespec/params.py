@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, Literal
 
 from edgespec.errors import ConfigError
 
-DrafterName = Literal["auto", "model", "ngram", "none"]
+DrafterName = Literal["auto", "model", "ngram", "history", "none"] | str
 Verifier = Literal["standard", "coupled"]
 Spinning = Literal["auto", "on", "off", "stop"]
 RowInvariance = Literal[">=2", "even", "none"]
@@ -272,6 +273,8 @@ class SpecParams:
         num_draft_tokens: tokens proposed per round; gamma in the papers. 0 is plain decoding. `None` drafts as long
             as it pays by what calls cost on this machine, which may be not at all.
         max_ngram: longest suffix that prompt lookup searches for.
+        history: file in which the token ids of earlier answers are kept, to look up in them, too: `history` among the
+            drafters. "" keeps them in memory only. `None`, the default, keeps nothing.
         verifier: how sampled drafts are checked; greedy ones always by arg max. `standard` accepts the most;
             `coupled` shares noise between target and draft, so that the text for a seed is the same with any
             drafter or none (to the last bit in exact mode).
@@ -280,11 +283,11 @@ class SpecParams:
     drafter: DrafterName = "auto"
     num_draft_tokens: int | None = None
     max_ngram: int = 8
+    history: str | PathLike[str] | None = None
     verifier: Verifier = "standard"
 
     def __post_init__(self) -> None:
-        names = ("auto", "model", "ngram", "none")
-        _require(self.drafter in names, "drafter", self.drafter, "one of " + ", ".join(names))
+        _require(isinstance(self.drafter, str) and bool(self.drafter), "drafter", self.drafter, "a drafter's name")
         _require(
             self.num_draft_tokens is None or (_is_count(self.num_draft_tokens, 0) and self.num_draft_tokens <= 64),
             "num_draft_tokens",

@@ -21,6 +21,7 @@ from edgespec.costs import CostCurve
 # Share of the time that may be spent on trying drafters which are thought to lose: what being wrong about them may
 # cost at most, and so the most by which speculation is slower than plain decoding in the long run.
 PROBE_SHARE = 0.01
+_STEP_HORIZON = 8  # drafts over which the cost of a drafter that was not measured is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,15 @@ class AdaptivePolicy:
 
     Args:
         target: cost of the target's calls; its `max_rows` bounds the depth.
-        drafters: for each drafter the cost of its steps (`None` where it is not worth measuring: lookups) and the
-            acceptance to start from.
+        drafters: for each drafter the cost of its steps (`None` where it was not measured: it is then taken for free
+            until it has been seen at work) and the acceptance to start from.
     """
 
     def __init__(self, target: CostCurve, drafters: Mapping[str, tuple[CostCurve | None, float]]) -> None:
         self._target = target
         self._steps = {name: curve for name, (curve, _) in drafters.items()}
         self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
+        self._seen_step_s = {name: 0.0 for name, (curve, _) in drafters.items() if curve is None}
         self._foregone_s = dict.fromkeys(drafters, 0.0)
         self._elapsed_s = self._probing_s = 0.0
         self.tokens_per_s = 0.0
@@ -176,9 +178,15 @@ class AdaptivePolicy:
             return
         self._foregone_s[outcome.name] = 0.0
         self._acceptance[outcome.name].observe(outcome.confidences, outcome.num_accepted)
-        curve = self._steps[outcome.name]
-        if curve is not None and outcome.confidences and outcome.backlog <= 1:
-            curve.observe(1, outcome.past, outcome.draft_s / len(outcome.confidences))
+        if outcome.confidences and outcome.backlog <= 1:
+            self._learn_step(outcome.name, outcome.past, outcome.draft_s / len(outcome.confidences))
+
+    def _learn_step(self, name: str, past: int, seconds: float) -> None:
+        curve = self._steps[name]
+        if curve is not None:
+            curve.observe(1, past, seconds)
+        else:
+            self._seen_step_s[name] += (seconds - self._seen_step_s[name]) / _STEP_HORIZON
 
     def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
         """What would have become of a proposal that was not checked, as far as the emitted tokens tell."""
@@ -201,7 +209,7 @@ class AdaptivePolicy:
 
     def _step_s(self, name: str, past: int) -> float:
         curve = self._steps[name]
-        return 0.0 if curve is None else float(curve.seconds(past)[1])
+        return self._seen_step_s[name] if curve is None else float(curve.seconds(past)[1])
 
     def _reading_s(self, offer: Offer, past: int) -> float:
         """Seconds that reading the backlog takes. The widest call that was measured reads cheapest a token."""

@@ -51,7 +51,10 @@ def measure_costs(
 
 
 def is_steady(values: Sequence[float]) -> bool:
-    """Whether the median of measured times is certain enough: its error is about 0.93 interquartile ranges / sqrt(n)."""
+    """Whether the median of measured times is certain enough.
+
+    Its standard error is 1.25 sigma / sqrt(n), and sigma the interquartile range / 1.35, for errors that are normal.
+    """
     if len(values) < 5:
         return False
     low, middle, high = quantiles(values, n=4)

@@ -102,7 +102,7 @@ def _table(data: dict[str, list[float]]) -> CostTable:
     seconds = tuple(tuple(float(s) for s in line) for line in data["seconds"])  # type: ignore[attr-defined]
     fits = 0 < len(pasts) * len(rows) < _MAX_POINTS and len(seconds) == len(pasts)
     fits = fits and all(len(line) == len(rows) and all(0 < s < 1e4 for s in line) for line in seconds)
-    ascending = all(list(axis) == sorted(set(axis)) and axis[0] >= 0 for axis in (pasts, rows))
+    ascending = all(axis and list(axis) == sorted(set(axis)) and axis[0] >= 0 for axis in (pasts, rows))
     if not (fits and ascending and rows[0] == 1):
         raise ValueError("not a cost table")
     return CostTable(pasts, rows, seconds)

@@ -21,8 +21,8 @@ import numpy as np
 from edgespec.bundle import Manifest, ModelInfo, cache_dir
 from edgespec.errors import SessionError
 from edgespec.invariance import measure_row_invariance, probe_tokens
-from edgespec.params import RowInvariance
 from edgespec.ort import runtime_version
+from edgespec.params import RowInvariance
 from edgespec.session import DecoderSession
 
 _TOKENS = 24

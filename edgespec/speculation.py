@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.bundle import Manifest
 from edgespec.contracts import Drafter, DraftPolicy
 from edgespec.costs import CostCurve
-from edgespec.drafters import ModelDrafter, NgramDrafter
+from edgespec.drafters import HistoryDrafter, ModelDrafter, NgramDrafter
 from edgespec.errors import ConfigError
 from edgespec.params import RowInvariance, RuntimeParams, SpecParams, Spinning
 from edgespec.policy import AdaptivePolicy, FixedPolicy
@@ -23,35 +24,53 @@ if TYPE_CHECKING:
 MAX_ROWS = 17
 # Acceptance that is assumed before anything was seen, where the bundle does not say better.
 _UNKNOWN_ACCEPTANCE = 0.5
+_BUILT_IN = ("history", "ngram", "model")
 _QUICK_S = 0.6  # for measuring one session at the first load
 
 
-def choose_drafters(spec: SpecParams, *, has_model: bool) -> tuple[str, ...]:
+def choose_drafters(spec: SpecParams, extra: Collection[str] = (), *, has_model: bool) -> tuple[str, ...]:
     """Names of the drafters that are used. Several are a chain, of which the policy takes one a round.
 
+    Args:
+        extra: names of drafters that the application brings.
     Raises:
-        ConfigError: the model is asked for and there is none.
+        ConfigError: the drafter that is asked for is not there, or an extra one has the name of another.
     """
+    taken = set(extra) & {"auto", "none", *_BUILT_IN}
+    if taken:
+        raise ConfigError(f"drafters: the name {min(taken)!r} is taken, choose another")
+    there = [*extra, *(["history"] if spec.history is not None else []), "ngram", *(["model"] if has_model else [])]
     if spec.num_draft_tokens == 0 or spec.drafter == "none":
         return ()
     if spec.drafter == "auto":
-        # A fixed length has no way of choosing between drafters.
         if spec.num_draft_tokens is None:
-            return ("ngram", "model") if has_model else ("ngram",)
-        return ("model",) if has_model else ("ngram",)
+            return tuple(there)
+        # A fixed length has no way of choosing between drafters.
+        return (*extra,) or (there[-1],)
     if spec.drafter == "model" and not has_model:
         raise ConfigError("the bundle has no draft model: use the drafter `ngram`, or export it with --draft")
+    if spec.drafter not in there:
+        raise ConfigError(f"drafter is {spec.drafter!r}; it must be one of auto, none, {', '.join(there)}")
     return (spec.drafter,)
 
 
 def make_drafters(
-    names: tuple[str, ...], spec: SpecParams, target: DecoderSession, draft: DecoderSession | None
+    names: tuple[str, ...],
+    extra: Mapping[str, Drafter],
+    spec: SpecParams,
+    target: DecoderSession,
+    draft: DecoderSession | None,
 ) -> dict[str, Drafter]:
     """The drafters by name. `draft` is the draft model's session where `model` is among them."""
     made: dict[str, Drafter] = {}
     for name in names:
-        if name == "ngram":
+        if name in extra:
+            made[name] = extra[name]
+        elif name == "ngram":
             made[name] = NgramDrafter(spec.max_ngram)
+        elif name == "history":
+            path = Path(spec.history) if spec.history else None
+            made[name] = HistoryDrafter(path, target.vocab_size, spec.max_ngram)
         else:
             assert draft is not None
             made[name] = ModelDrafter(draft, target.vocab_size, is_coupled=spec.verifier == "coupled")

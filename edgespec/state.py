@@ -64,11 +64,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def write_caches(path: Path, origin: CacheFile, sessions: Mapping[str, DecoderSession]) -> None:
     """Write the caches of named sessions."""
     document = json.dumps({"format_version": _FORMAT_VERSION, **asdict(origin)}).encode()
-    arrays: dict[str, NDArray[Any]] = {"about": np.frombuffer(document, np.uint8)}
+    arrays: dict[str, Any] = {"about": np.frombuffer(document, np.uint8)}
     for model, session in sessions.items():
         arrays[f"{model}/tokens"] = session.tokens
         arrays |= {f"{model}/{name}": array for name, array in session.read_cache().items()}
-    write_atomically(path, lambda stream: np.savez(stream, allow_pickle=False, **arrays))
+    write_atomically(path, lambda stream: np.savez(stream, **arrays))
 
 
 def read_caches(path: Path, origin: CacheFile, sessions: Mapping[str, DecoderSession]) -> None:

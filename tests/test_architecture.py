@@ -78,6 +78,8 @@ OWNERS = {
     "llguidance": ("grammar",),
     "click": ("cli",),
     "rich": ("cli",),
+    "markdown_it": ("cli",),
+    "prompt_toolkit": ("cli",),
     "matplotlib": ("cli",),
     "platformdirs": ("bundle",),
     **dict.fromkeys(HEAVY, ("export",)),
@@ -152,7 +154,7 @@ def test_importing_is_cheap() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
     assert "edgespec" in loaded
-    assert not loaded & (HEAVY | {"click", "rich", "onnxruntime", "llguidance", "asyncio"})
+    assert not loaded & (HEAVY | {"click", "rich", "prompt_toolkit", "onnxruntime", "llguidance", "asyncio"})
 
 
 def test_public_names() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from edgespec.engine import Engine
 from edgespec.errors import ConfigError
 from edgespec.params import RequestParams, RuntimeParams, SamplingParams, SpecParams
 from edgespec.policy import FixedPolicy
+from edgespec.profile import read_profile
+from edgespec.speculation import profile_name
 
 # Read and answered by every engine before it is measured; no prompt of a set.
 _WARM_UP = "Warming up: 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8."
@@ -75,7 +79,7 @@ class NearTie:
 
 
 class Bench:
-    """A comparison on one bundle.
+    """A comparison on one bundle. A context manager, whose models are loaded within.
 
     Args:
         bundle: to be measured.
@@ -87,10 +91,12 @@ class Bench:
         settings: what is compared, plain decoding first.
         skipped: prompts that leave no room for an answer of full length.
         near_ties: of the trials so far.
-        runtimes: setting -> threads and spinning that it ran with.
+        runtimes: setting -> threads and spinning that it runs with.
+        costs: what calls cost, as the controller was told at first.
+        longest: the longest prompt.
 
     Raises:
-        ConfigError: the plan does not go with the bundle, or no prompt fits its context.
+        ConfigError: the plan does not go with the bundle; when entered: no prompt fits its context.
     """
 
     def __init__(
@@ -100,10 +106,10 @@ class Bench:
         self._has_model = bundle.manifest.draft is not None
         self.settings = choose_settings(plan.against, plan.spec, has_model=self._has_model, search=plan.search)
         self._prompts = list(prompts)
-        self._fixed: dict[str, Engine] = {}
         self.skipped: list[BenchPrompt] = []
         self.near_ties: dict[tuple[str, str, str, int], NearTie] = {}
         self.runtimes: dict[str, RuntimeParams] = {}
+        self.costs: dict[str, Any] | None = None
         self.longest: Tokens = np.empty(0, np.int64)
 
     @property
@@ -111,29 +117,50 @@ class Bench:
         """Names of the peers' settings."""
         return [f"{peer.name} {mode}" for peer in self._peers for mode in peer.modes]
 
+    @property
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Setting -> what it runs with, once the models are loaded."""
+        return {
+            s.name: {
+                "drafter": s.spec.drafter,
+                "num_draft_tokens": s.spec.num_draft_tokens,
+                "threads": self.runtimes[s.name].threads,
+                "spinning": self.runtimes[s.name].spinning,
+            }
+            for s in self.settings
+        }
+
+    def __enter__(self) -> Bench:
+        """Load the models and encode the prompts."""
+        with contextlib.ExitStack() as stack:
+            self._parents = self._load(stack)
+            self._encoded = self._encode(self._parents[False])
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
     def trials(self, tell: Tell) -> Iterator[Trial]:
         """Every trial, group by group. `tell` is called with what is being done and the share of it that is done."""
-        with contextlib.ExitStack() as stack:
-            tell("loading", 0.0)
-            parents = self._load(stack)
-            prompts = self._encode(parents[False])
-            groups = self._plan.repetitions * len(prompts)
-            for repetition in range(self._plan.repetitions):
-                with contextlib.ExitStack() as forks:
-                    engines = self._fork(parents, forks)
-                    for i, (prompt, tokens) in enumerate(prompts):
-                        done = repetition * len(prompts) + i
-                        tell(f"{prompt.family}, pass {repetition + 1} of {self._plan.repetitions}", done / groups)
-                        place = Place(prompt.family, prompt.id, repetition, 0)
-                        yield from self._group(engines, place, tokens, first=i + repetition)
+        count = len(self._encoded)
+        for repetition in range(self._plan.repetitions):
+            with contextlib.ExitStack() as forks:
+                engines = self._fork(self._parents, forks)
+                for i, (prompt, tokens) in enumerate(self._encoded):
+                    done = (repetition * count + i) / (self._plan.repetitions * count)
+                    tell(f"pass {repetition + 1} of {self._plan.repetitions}: {prompt.family}", done)
+                    place = Place(prompt.family, prompt.id, repetition, 0)
+                    yield from self._group(engines, place, tokens, first=i + repetition)
 
     def _load(self, stack: contextlib.ExitStack) -> dict[bool, Engine]:
         """Engines whose weights the others share: without the pair's draft model, and with it."""
         spec, runtime = self._plan.spec, self._plan.runtime
-        parents = {False: Engine(self._bundle, replace(spec, drafter="none"), runtime)}
-        stack.enter_context(parents[False])
+        parents = {False: stack.enter_context(Engine(self._bundle, replace(spec, drafter="none"), runtime, {}))}
         if any(setting.in_pair for setting in self.settings):
-            parents[True] = stack.enter_context(Engine(self._bundle, replace(spec, drafter="auto"), runtime))
+            parents[True] = stack.enter_context(Engine(self._bundle, replace(spec, drafter="auto"), runtime, {}))
         self.runtimes = {s.name: parents[s.in_pair].runtime for s in self.settings}
         return parents
 
@@ -163,6 +190,7 @@ class Bench:
             engine.generate(encode(engine, _WARM_UP), SamplingParams(max_new_tokens=_WARM_UP_TOKENS)).text()
             engine.policy = Recorder(engine.policy)
             engines[setting.name] = engine
+            self.costs = stored_costs(engine) or self.costs
             if setting.is_fixed:
                 shared[spec.drafter] = engine
         return engines
@@ -216,6 +244,14 @@ def encode(engine: Engine, text: str) -> Tokens:
     if engine.bundle.manifest.chat_template is None:
         return engine.prompts.from_text(text, params, request).tokens
     return engine.prompts.from_messages([{"role": "user", "content": text}], params, request).tokens
+
+
+def stored_costs(engine: Engine) -> dict[str, Any] | None:
+    """The cost tables that the engine's controller was given, or `None` where it has none."""
+    has_draft, manifest = "model" in engine.drafters, engine.bundle.manifest
+    key = profile_name(manifest, engine.runtime, engine.providers[0], engine.row_rule, has_draft=has_draft)
+    profile = read_profile(key)
+    return None if profile is None else asdict(profile)
 
 
 def best_two(engine: Engine, tokens: Tokens) -> tuple[float, set[int]]:

@@ -1,4 +1,4 @@
-"""The command line: `edgespec run`, `export`, `info`, `verify`, `plan`. Owns names, help and exit codes.
+"""The command line: `edgespec run`, `export`, `info` and the other commands. Owns names, help and exit codes.
 
 A command's module is imported when the command is called, so that `edgespec --help` loads neither ONNX Runtime nor
 anything that an export needs.
@@ -25,6 +25,8 @@ COMMANDS = {
     "info": ("edgespec.cli.info", "info_command", "Show versions, providers and what is in a bundle."),
     "verify": ("edgespec.cli.verify", "verify_command", "Test that a bundle's drafts change nothing."),
     "plan": ("edgespec.cli.plan", "plan_command", "Show what drafting would gain."),
+    "tune": ("edgespec.cli.tune", "tune_command", "Measure what calls cost here, and how to run a bundle best."),
+    "bench": ("edgespec.cli.bench", "bench_command", "Measure what drafting gains, against other engines too."),
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import click
 
@@ -29,11 +29,10 @@ from edgespec.errors import ConfigError
 from edgespec.params import RuntimeParams, SamplingParams, Spinning
 from edgespec.state import bundle_digest
 
-_Name = TypeVar("_Name", bound=str)
 _PLAN, _RUNTIME = Plan(), RuntimeParams()
 
 
-class _Names(click.ParamType):
+class _Names(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
     """Some of a list of names, with commas between them."""
 
     name = "NAME,..."
@@ -51,7 +50,7 @@ class _Names(click.ParamType):
 
 def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
     """`ENGINE=FOLDER`, several times."""
-    found = {}
+    found: dict[str, Path] = {}
     for value in values:
         name, _, folder = value.partition("=")
         if name not in PEERS or not folder:
@@ -106,23 +105,25 @@ def bench_command(bundle: Path | None, as_json: bool, plot: Path | None, **optio
 def _run(bundle: Bundle, options: dict[str, Any]) -> dict[str, Any]:
     prompts = read_prompts(options["prompts"], options["families"], options["limit"])
     plan = _plan(options)
+    facts = _facts(bundle, plan)
+    trials: list[Trial] = []
     with contextlib.ExitStack() as stack:
         peers, left_out = _open_peers(options, stack)
         tell = stack.enter_context(progress())
-        bench = Bench(bundle, prompts, plan, peers)
-        facts = _facts(bundle, plan)
+        tell("loading", 0.0)
+        bench = stack.enter_context(Bench(bundle, prompts, plan, peers))
         path = options["output"] or _default_output(bundle)
-        trials: list[Trial] = []
-        with Journal(path, facts, bench.described) as journal:
-            for trial in bench.trials(tell):
-                trials.append(trial)
-                journal.trial(trial)
-            ties = list(bench.near_ties.values())
-            memory = _memory(bundle, bench, plan) | {peer.name: peer.peak_bytes() for peer in peers}
-            journal.near_ties(ties)
-            journal.memory(memory)
-            if bench.costs is not None:
-                journal.costs(bench.costs)
+        journal = stack.enter_context(Journal(path, facts, bench.described))
+        for trial in bench.trials(tell):
+            trials.append(trial)
+            journal.trial(trial)
+        ties = list(bench.near_ties.values())
+        journal.near_ties(ties)
+        tell("measuring memory", 1.0)
+        memory = _memory(bundle, bench, plan) | {peer.name: peer.peak_bytes() for peer in peers}
+        journal.memory(memory)
+        if bench.costs is not None:
+            journal.costs(bench.costs)
     default = default_opponent(has_model=bundle.manifest.draft is not None)
     return {
         **facts,
@@ -151,7 +152,7 @@ def _plan(options: dict[str, Any]) -> Plan:
 def _facts(bundle: Bundle, plan: Plan) -> dict[str, Any]:
     sampling = {"temperature": plan.params.temperature, "top_p": plan.params.top_p, "exact": plan.runtime.exact}
     manifest = bundle.manifest
-    about = {"name": manifest.name, "path": str(bundle.path), "digest": bundle_digest(manifest)}
+    about: dict[str, str | None] = {"name": manifest.name, "path": str(bundle.path), "digest": bundle_digest(manifest)}
     about |= {"target": manifest.target.precision, "draft": manifest.draft.precision if manifest.draft else None}
     date = time.strftime("%Y-%m-%dT%H:%M:%S")
     return {"bundle": about, "max_new_tokens": plan.params.max_new_tokens, **sampling, "date": date} | {
@@ -192,7 +193,3 @@ def _memory(bundle: Bundle, bench: Bench, plan: Plan) -> dict[str, int | None]:
     count = plan.params.max_new_tokens
     return {s.name: peak_bytes(bundle.path, s.spec, bench.runtimes[s.name], bench.longest, count) for s in chosen}
 
-
-def trial_lines(trials: Sequence[Trial]) -> Iterator[dict[str, Any]]:
-    """Trials as they are in the document."""
-    return (trial.as_dict() for trial in trials)

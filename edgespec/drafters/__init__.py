@@ -1,6 +1,7 @@
 """Drafters: sources of proposals. None of them decides what is emitted."""
 
+from edgespec.drafters.history import HistoryDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 
-__all__ = ["ModelDrafter", "NgramDrafter"]
+__all__ = ["HistoryDrafter", "ModelDrafter", "NgramDrafter"]

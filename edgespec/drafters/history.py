@@ -5,6 +5,7 @@ Knows no model. The file holds token ids and nothing else; it is as private as t
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,10 @@ class HistoryDrafter(Drafter):
         return draft if draft.confidences and draft.confidences[0] > 0.5 else EMPTY_DRAFT
 
     def learn(self, text: Tokens) -> None:
+        """Keep the text. Where the file cannot be written now it is tried again after the next answer."""
         self._tokens = np.concatenate([self._tokens, [_SEPARATOR], text])[-self.capacity :]
+        with contextlib.suppress(OSError):
+            self.save()
 
     def save(self) -> None:
         """Write the texts, all or nothing.
