@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -84,23 +85,23 @@ def test_files_are_documents(tiny_bundle: Path, tmp_path: Path) -> None:
     assert cli("run", tiny_bundle, *files, stdin="Why?").stdout == answer_to(tiny_bundle, first + "Why?")
 
 
-def test_waiting_for_stdin_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where stdin is open and nothing comes, a line says what is waited for."""
-    told = threading.Event()
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_pipe_into_which_nobody_writes(is_needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stdin is open and nothing comes, a line says so; beside a prompt it is not waited for any longer."""
+    notes: list[str] = []
+    ours, theirs = os.pipe()
     monkeypatch.setattr(documents, "_PATIENCE", 0.01)
-    monkeypatch.setattr(documents.terminal, "note", lambda text: told.set() or print(text, file=sys.stderr))  # noqa: T201
-
-    class Slow:
-        buffer = property(lambda self: self)
-        isatty = staticmethod(lambda: False)
-
-        def read(self) -> bytes:
-            assert told.wait(10)
-            return b"late"
-
-    monkeypatch.setattr(sys, "stdin", Slow())
-    assert documents.read_stdin() == "late"
-    assert "reading stdin to its end" in capsys.readouterr().err
+    monkeypatch.setattr(documents, "_LONG_PATIENCE", 0.01)
+    monkeypatch.setattr(documents.terminal, "note", notes.append)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(ours, encoding="utf-8"))
+    late = threading.Timer(0.5, lambda: (os.write(theirs, b"late"), os.close(theirs)))
+    late.start()
+    text = documents.read_stdin(is_needed=is_needed)
+    assert text == ("late" if is_needed else None)
+    assert "waiting for text on stdin" in notes[0]
+    assert notes[1:] == ([] if is_needed else ["nothing came on stdin: going on without it"])
+    late.join()
+    sys.stdin.close()
 
 
 def test_pieces_tell_what_was_drafted(tiny_pair: Path, tmp_path: Path) -> None:

@@ -165,6 +165,6 @@ def test_chat_needs_a_template_and_a_terminal(tmp_path: Path, monkeypatch: pytes
     """A bundle without a template cannot chat, and the message says what can be done with it."""
     bundle = make_tiny_bundle(tmp_path / "b")
     rewrite_manifest(bundle, chat_template=None)
-    monkeypatch.setattr("edgespec.cli.run.read_stdin", lambda: None)
+    monkeypatch.setattr("edgespec.cli.run.read_stdin", lambda is_needed: None)
     assert "no chat template; give a --prompt" in error_line(cli("run", bundle), 2)
     assert "--json needs a prompt" in error_line(cli("run", bundle, "--json"), 2)

@@ -146,6 +146,22 @@ def process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, **options)
 
 
+def test_an_open_stdin_does_not_hold_the_answer(tiny_bundle: Path) -> None:
+    """A program that starts us with a pipe and never writes into it gets its answer, and we end."""
+    code = (
+        "import sys\nfrom edgespec.cli import documents, main\n"
+        "documents._PATIENCE = documents._LONG_PATIENCE = 0.1\nmain(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, "run", str(tiny_bundle), "-p", "hello"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.wait(60) == 0
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.read() == expected(tiny_bundle, "hello").text() + "\n"
+        assert "going on without it" in child.stderr.read()
+
+
 def test_as_a_process(tiny_bundle: Path) -> None:
     """The real thing: `python -m edgespec` answers, and fails, with the right streams and codes."""
     done = process("run", tiny_bundle, "-p", "hello", "--max-new-tokens", 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ from edgespec.cli import terminal
 from edgespec.errors import ConfigError
 
 _MAX_SIZE = 64 << 20  # bytes; no context takes in a fraction of it
-_PATIENCE = 2.0  # seconds without an end of the input, after which we say what we are waiting for
+_PATIENCE = 2.0  # seconds without a first byte of stdin, after which we say what we are waiting for
+_LONG_PATIENCE = 8.0  # more seconds after which text beside a prompt is not waited for any longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +40,25 @@ def read_file(path: Path) -> Document:
     return Document(_decode(path.read_bytes(), str(path)), path.name)
 
 
-def read_stdin() -> str | None:
-    """What is piped in, or `None` where stdin is a terminal or nothing.
+def read_stdin(*, is_needed: bool) -> str | None:
+    """What is piped in, or `None` where stdin is a terminal or closed, or where nothing comes and nothing has to.
 
+    Args:
+        is_needed: wait for ever. Otherwise stdin may be a pipe that somebody forgot, into which nobody ever writes:
+            after a while without a first byte we go on without it, and say so.
     Raises:
         UsageError: it is no text.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
-    hint = "reading stdin to its end; `< /dev/null` (Windows: `< NUL`) says that there is nothing"
-    timer = threading.Timer(_PATIENCE, terminal.note, [hint])
-    timer.daemon = True
-    timer.start()
+    reader = _Reader()
+    if not reader.has_begun.wait(_PATIENCE):
+        terminal.note("waiting for text on stdin; `< /dev/null` (Windows: `< NUL`) says that there is none")
+        if not reader.has_begun.wait(None if is_needed else _LONG_PATIENCE):
+            terminal.note("nothing came on stdin: going on without it")
+            return None
     try:
-        data = sys.stdin.buffer.read()
-    finally:
-        timer.cancel()
-    try:
-        return _decode(data, "stdin")
+        return _decode(reader.data(), "stdin")
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
 
@@ -73,3 +77,39 @@ def _decode(data: bytes, name: str) -> str:
         return data.decode("utf-8-sig").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} is not UTF-8 text (byte {error.start}): convert it first") from error
+
+
+class _Reader:
+    """Reads stdin in a thread of its own: no system lets us ask all kinds of stdin whether there is something."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._has_ended = threading.Event()
+        self._chunks: list[bytes] = []
+        self._error: OSError | None = None
+        threading.Thread(target=self._work, name="edgespec-stdin", daemon=True).start()
+
+    def data(self) -> bytes:
+        """All of it, waiting for the end."""
+        while not self._has_ended.wait(0.1):  # in pieces, so that Ctrl-C is noticed on every system
+            pass
+        if self._error is not None:
+            raise self._error
+        return b"".join(self._chunks)
+
+    def _work(self) -> None:
+        try:
+            while chunk := self._read():
+                self._chunks.append(chunk)
+                self.has_begun.set()
+        except OSError as error:
+            self._error = error
+        self._has_ended.set()
+        self.has_begun.set()
+
+    def _read(self) -> bytes:
+        # Not through sys.stdin, whose lock a thread that waits for ever would keep from the end of the program.
+        try:
+            return os.read(sys.stdin.fileno(), 1 << 20)
+        except io.UnsupportedOperation:  # no real file, as in tests of applications
+            return sys.stdin.buffer.read()

@@ -112,7 +112,7 @@ def run_command(bundle: Path | None, prompt: str | None, system: str | None, as_
 
 def _prompt(prompt: str | None, documents: list[Document]) -> str | None:
     """What is to be answered; `None` for a chat."""
-    piped = read_stdin()
+    piped = read_stdin(is_needed=prompt is None)
     if prompt is None:
         prompt, piped = piped, None
     if prompt is None:
