@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from edgespec import bench
+from edgespec.bench.journal import Run
+from edgespec.bench.machine import machine
 
 FAMILIES = (
     "mt_bench",
@@ -28,39 +29,7 @@ FAMILIES = (
 
 def read_prompts(folder: Path, per_family: int, families: Iterable[str] = FAMILIES) -> list[tuple[str, str]]:
     """`(family, prompt)`, the first `per_family` of each family; of a conversation its first turn."""
-    prompts = []
-    for family in families:
-        lines = (folder / f"{family}.jsonl").read_text(encoding="utf-8").splitlines()[:per_family]
-        for item in map(json.loads, lines):
-            prompts.append((family, item["prompt"] if "prompt" in item else item["turns"][0]))
-    return prompts
-
-
-def machine() -> dict[str, Any]:
-    """Versions and hardware, to be stored with every result."""
-    packages = ("edgespec", "onnxruntime", "onnxruntime-gpu", "numpy")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return [(p.family, p.text) for family in families for p in bench.read_prompts(folder, [family], per_family)]
 
 
 def interleave(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -87,5 +56,19 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line, the machine in the first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for row in [{"machine": machine()}, *rows]:
+        for row in [{"machine": machine() | {"date": time.strftime("%Y-%m-%d")}}, *rows]:
             file.write(json.dumps(row) + "\n")
+
+
+def document(run: Run) -> dict[str, Any]:
+    """The figures of a file that `edgespec bench` wrote."""
+    default = "chain" if any(trial.setting == "chain" for trial in run.trials) else "ngram"
+    trials = [trial.as_dict() for trial in run.trials]
+    return bench.summarise(run.trials, default) | {"trials": trials, "costs": run.costs}
+
+
+def first_line(path: Path) -> dict[str, Any]:
+    """What a file of results begins with: a trial with its `kind`, or the machine."""
+    with path.open(encoding="utf-8") as file:
+        line: dict[str, Any] = json.loads(file.readline())
+    return line

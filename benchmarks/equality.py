@@ -13,30 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import FAMILIES, read_prompts, write_jsonl
 
 import edgespec
 from edgespec import Engine, RuntimeParams, SamplingParams, SpecParams
+from edgespec.bench.run import best_two, encode
 
 
 def answer(engine: Engine, prompt: str, params: SamplingParams) -> tuple[list[int], Any]:
     stream = engine.chat([{"role": "user", "content": prompt}], params)
     stream.text()
     return stream.token_ids, stream.stats
-
-
-def margin(engine: Engine, prompt: str, tokens: list[int]) -> float:
-    """How far the best logit is above the second after the prompt and `tokens`, on the plain path."""
-    text = engine._template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-    head = engine.tokenizer.encode(text, add_special_tokens=False)
-    target = engine._decoder.target
-    target.rewind(0)
-    target.forward(head, 1)
-    for token in tokens:
-        logits = target.forward(np.array([token]), 1)[0]
-    best = np.sort(logits if tokens else target.forward(target.sync(head), 1)[0])[-2:]
-    return float(best[1] - best[0])
 
 
 def main() -> None:
@@ -65,7 +52,8 @@ def main() -> None:
         row |= {"drafted": stats.drafted, "accepted": stats.accepted, "passes": stats.target_passes}
         if tokens != expected:
             at = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
-            row |= {"first_difference": at, "margin": round(margin(plain, prompt, expected[:at]), 4)}
+            margin, _ = best_two(plain, encode(plain, prompt), params, at)
+            row |= {"first_difference": at, "margin": round(margin, 4)}
         rows.append(row)
         print(row, flush=True)
     different = [r for r in rows if not r["equal"]]

@@ -190,6 +190,8 @@ def can_share_cache(manifest: Manifest) -> bool:
     if draft is None or target.cache != "shared" or draft.cache != "shared":
         return False
     same = ("source", "num_layers", "num_kv_heads", "head_dim", "num_parameters", "context_length")
+    if (target.precision == "fp16") != (draft.precision == "fp16"):
+        return False  # caches of different types
     return all(getattr(target, name) == getattr(draft, name) for name in same)
 
 

@@ -101,7 +101,7 @@ class Engine:
 
     def _open(self, spec: SpecParams, runtime: RuntimeParams, parent: Engine | None) -> None:
         # Importing onnxruntime takes longer than all the rest of `import edgespec`.
-        from edgespec.invariance import measure_row_invariance
+        from edgespec.selfcheck import self_check
         from edgespec.session import DecoderSession
 
         loaded = {} if parent is None else parent._sessions_by_path()
@@ -115,8 +115,9 @@ class Engine:
         target = open_model(self.bundle.manifest.target)
         self._sessions = [target]
         self.row_rule: RowInvariance | None = target.row_rule
-        if runtime.exact and self.row_rule is None:
-            self.row_rule = measure_row_invariance(target)
+        if parent is None:
+            found = self_check(target, self.bundle.manifest, runtime.threads, exact=runtime.exact)
+            self.row_rule = found.row_rule if runtime.exact else None
             if self.row_rule == "none":
                 raise SessionError(
                     f"{self.bundle.path}: exact mode cannot be had with this graph on this machine: "

@@ -9,7 +9,7 @@ Knows nothing of tokens. Tensors are made by the device that the session passes 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,17 +18,23 @@ from numpy.typing import NDArray
 
 from edgespec.errors import SessionError
 
+_FLOATS = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One key or value tensor: its two names in the graph, and the fixed part of [1, heads, length, head_dim]."""
+    """One key or value tensor: its two names in the graph, and the fixed part of [1, heads, length, head_dim].
+
+    Attributes:
+        dtype: `float32`, or `float16` in graphs of half precision.
+    """
 
     past: str
     present: str
     heads: int
     head_dim: int
+    dtype: str = "float32"
 
     def shape(self, length: int) -> tuple[int, int, int, int]:
         return (1, self.heads, length, self.head_dim)
@@ -37,21 +43,25 @@ class CacheTensor:
 class Device(Protocol):
     """Where tensors live. `Any` below is an OrtValue."""
 
-    def empty(self, shape: Sequence[int]) -> Any:
-        """A float32 tensor whose contents do not matter."""
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """A tensor whose contents do not matter."""
 
-    def put(self, array: NDArray[np.float32]) -> Any:
+    def put(self, array: NDArray[Any]) -> Any:
         """A tensor with these contents."""
 
 
-def find_cache_tensors(inputs: dict[str, list[Any]], outputs: Sequence[str]) -> list[CacheTensor]:
+def find_cache_tensors(
+    inputs: dict[str, list[Any]], outputs: Sequence[str], types: Mapping[str, str] | None = None
+) -> list[CacheTensor]:
     """Pair every `past_key_values.N.key` input with its `present.N.key` output.
 
     Args:
         inputs: name -> shape (numbers, or names of dimensions that vary).
         outputs: names.
+        types: name -> element type as ONNX Runtime spells it; float32 where it is not said.
     Raises:
-        SessionError: there are none, an output is missing, or heads and head size are not numbers.
+        SessionError: there are none, an output is missing, heads and head size are not numbers, or the elements are
+            no floats that are known.
     """
     tensors = []
     for past, dims in inputs.items():
@@ -63,10 +73,22 @@ def find_cache_tensors(inputs: dict[str, list[Any]], outputs: Sequence[str]) -> 
             raise SessionError(f"the graph has the input {past} but not the output {present}")
         if len(dims) != 4 or not isinstance(dims[1], int) or not isinstance(dims[3], int):
             raise SessionError(f"{past} has the shape {dims}; it must be [1, heads, length, head size]")
-        tensors.append(CacheTensor(past, present, dims[1], dims[3]))
+        tensors.append(CacheTensor(past, present, dims[1], dims[3], float_type(past, types or {})))
     if not tensors:
         raise SessionError("the graph has no past_key_values inputs: it is not a decoder with a cache")
     return tensors
+
+
+def float_type(name: str, types: Mapping[str, str]) -> str:
+    """NumPy's name of a tensor's element type.
+
+    Raises:
+        SessionError: it is neither float32 nor float16.
+    """
+    kind = types.get(name, "tensor(float)")
+    if kind not in _FLOATS:
+        raise SessionError(f"{name} has elements of type {kind}; only float32 and float16 are known")
+    return _FLOATS[kind]
 
 
 class SharedCache:
@@ -78,7 +100,7 @@ class SharedCache:
     def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any, capacity: int) -> None:
         self.tensors, self._device, self._bindings = tensors, device, [binding]
         self.capacity = capacity
-        self._buffers = [device.empty(t.shape(capacity)) for t in tensors]
+        self._buffers = [device.empty(t.shape(capacity), t.dtype) for t in tensors]
         self._bind()
 
     def attach(self, binding: Any) -> None:
@@ -100,11 +122,11 @@ class SharedCache:
     def commit(self, total: int) -> None:
         """The buffer already holds what the call wrote."""
 
-    def read(self, length: int) -> list[NDArray[np.float32]]:
+    def read(self, length: int) -> list[NDArray[Any]]:
         """Copies of the first `length` tokens of every tensor."""
         return [buffer.numpy()[:, :, :length].copy() for buffer in self._buffers]
 
-    def write(self, arrays: Sequence[NDArray[np.float32]], length: int) -> None:
+    def write(self, arrays: Sequence[NDArray[Any]], length: int) -> None:
         """Replace everything by these, shaped for `length` tokens."""
         while self.capacity < length:
             self.capacity *= 2
@@ -114,8 +136,8 @@ class SharedCache:
     def _grown(self, tensor: CacheTensor, buffer: Any, used: int, capacity: int) -> Any:
         return self._filled(tensor, buffer.numpy()[:, :, :used], capacity)
 
-    def _filled(self, tensor: CacheTensor, array: NDArray[np.float32], capacity: int) -> Any:
-        larger = np.zeros(tensor.shape(capacity), np.float32)
+    def _filled(self, tensor: CacheTensor, array: NDArray[Any], capacity: int) -> Any:
+        larger = np.zeros(tensor.shape(capacity), tensor.dtype)
         larger[:, :, : array.shape[2]] = array
         return self._device.put(larger)
 
@@ -131,7 +153,7 @@ class GrowingCache:
 
     def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any) -> None:
         self.tensors, self._device, self._binding = tensors, device, binding
-        self._values = [device.empty(t.shape(0)) for t in tensors]
+        self._values = [device.empty(t.shape(0), t.dtype) for t in tensors]
         self._presents = self._values
         self._length = 0
 
@@ -140,7 +162,7 @@ class GrowingCache:
         if used < self._length:
             self._values = [self._device.put(v.numpy()[:, :, :used].copy()) for v in self._values]
             self._length = used
-        self._presents = [self._device.empty(t.shape(total)) for t in self.tensors]
+        self._presents = [self._device.empty(t.shape(total), t.dtype) for t in self.tensors]
         for tensor, past, present in zip(self.tensors, self._values, self._presents, strict=True):
             self._binding.bind_ortvalue_input(tensor.past, past)
             self._binding.bind_ortvalue_output(tensor.present, present)
@@ -149,10 +171,10 @@ class GrowingCache:
         """Take what the call wrote as the next past. Not called when the call failed: the old past stands."""
         self._values, self._length = self._presents, total
 
-    def read(self, length: int) -> list[NDArray[np.float32]]:
+    def read(self, length: int) -> list[NDArray[Any]]:
         """Copies of the first `length` tokens of every tensor."""
         return [value.numpy()[:, :, :length].copy() for value in self._values]
 
-    def write(self, arrays: Sequence[NDArray[np.float32]], length: int) -> None:
+    def write(self, arrays: Sequence[NDArray[Any]], length: int) -> None:
         """Replace everything by these, shaped for `length` tokens."""
         self._values, self._length = [self._device.put(a.copy()) for a in arrays], length

@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from edgespec.errors import ConfigError, MissingExtraError, SessionError
 from edgespec.params import RuntimeParams, Spinning
 
-_SHORT_PROVIDER_NAMES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_SHORT_PROVIDER_NAMES = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "qnn": "QNNExecutionProvider",
+}
+# Where a provider's tensors can be bound; all others read and write the memory of the host.
+_DEVICES = {"CUDAExecutionProvider": "cuda", "DmlExecutionProvider": "dml"}
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 _NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 
@@ -104,12 +113,12 @@ class OrtDevice:
 
     def __init__(self, provider: str) -> None:
         self._ort = import_onnxruntime()
-        self.name = "cuda" if provider == _SHORT_PROVIDER_NAMES["cuda"] else "cpu"
+        self.name = _DEVICES.get(provider, "cpu")
 
-    def empty(self, shape: Sequence[int]) -> Any:
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
         if self.name == "cpu":
-            return self.put(np.zeros(shape, np.float32))
-        return self._ort.OrtValue.ortvalue_from_shape_and_type(shape, np.float32, self.name, 0)
+            return self.put(np.zeros(shape, dtype))
+        return self._ort.OrtValue.ortvalue_from_shape_and_type(shape, np.dtype(dtype).type, self.name, 0)
 
     def put(self, array: NDArray[Any]) -> Any:
         """On the CPU the tensor *is* the array's memory."""
@@ -181,7 +190,7 @@ _SPINNING: dict[Spinning, dict[str, str]] = {
     "on": {},
     "off": {"session.intra_op.allow_spinning": "0"},
     "stop": {"session.force_spinning_stop": "1"},
-    "auto": {"session.force_spinning_stop": "1"},
+    "auto": {"session.intra_op.allow_spinning": "0"},
 }
 
 

@@ -308,8 +308,7 @@ class RuntimeParams:
         threads: worker threads inside an operator; `None` is what `edgespec tune` found best for the bundle, before
             that ONNX Runtime's choice, the physical cores.
         spinning: whether idle workers spin. `on` is ONNX Runtime's default, `stop` ends it with each run, `off`
-            never spins. `auto` is what `edgespec tune` found best for the bundle; before that `stop` for one
-            session and `off` where a draft session shares the cores.
+            never spins. `auto` is what `edgespec tune` found best for the bundle; before that `off`.
         exact: never call the target with one row (with an odd number, where the bundle needs it), so that
             speculative greedy text is bit-identical to plain greedy text. Proved by a self-check at load.
         prefill_chunk: prompt tokens per call; even. Bounds memory, and the time until a cancel is noticed.

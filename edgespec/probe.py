@@ -51,14 +51,17 @@ def measure_costs(
 
 
 def is_steady(values: Sequence[float]) -> bool:
-    """Whether the median of measured times is certain enough.
+    """Whether enough was measured for the median to be certain."""
+    return len(values) >= 5 and median_error(values) < _STEADY * median(values)
 
-    Its standard error is 1.25 sigma / sqrt(n), and sigma the interquartile range / 1.35, for errors that are normal.
+
+def median_error(values: Sequence[float]) -> float:
+    """Standard error of the median of two or more values.
+
+    It is 1.25 sigma / sqrt(n), and sigma the interquartile range / 1.35, for errors that are normal.
     """
-    if len(values) < 5:
-        return False
-    low, middle, high = quantiles(values, n=4)
-    return 0.93 * (high - low) / math.sqrt(len(values)) < _STEADY * middle
+    low, _, high = quantiles(values, n=4)
+    return 0.93 * (high - low) / math.sqrt(len(values))
 
 
 def _time_call(session: DecoderSession, past: int, width: int) -> float:

@@ -29,7 +29,7 @@ _TOKENS = 24
 _ROWS = 6
 _KEPT = 8  # most probable tokens of a row that are recorded
 _BUDGET_S = 2.0
-_FEWEST, _MOST = 12, 48  # tokens on which the row rule is tried
+_FEWEST, _MOST = 12, 48  # tokens that the row rule is tried on
 _CALLS = 7.0  # calls per token that trying both rules takes
 # Mean total variation that other kernels may make: what the export allows between ways to compute the same rows.
 TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "int8": 0.15, "int4": 0.25}
@@ -96,7 +96,7 @@ def self_check(session: DecoderSession, manifest: Manifest, threads: int | None,
             f"{found.distance:.2g}, at most {limit:g} is rounding): export it here, or use another provider"
         )
     if exact and found.row_rule is None:
-        tokens = probe_tokens(session.vocab_size, _affordable(session))
+        tokens = probe_tokens(session.vocab_size, affordable_tokens(session, _BUDGET_S, _MOST))
         found = replace(found, row_rule=measure_row_invariance(session, tokens))
     if found != known:
         _write(key, found)
@@ -112,16 +112,16 @@ def _measure_distance(session: DecoderSession, info: ModelInfo, recorded: object
         raise SessionError(f"{info.path}: the manifest's probe cannot be read ({error}); export it again") from error
 
 
-def _affordable(session: DecoderSession) -> int:
-    """How many tokens the row rule can be tried on in the time that there is."""
+def affordable_tokens(session: DecoderSession, seconds: float, most: int) -> int:
+    """On how many tokens, an even number, the row rule can be tried in so much time. The cache is empty afterwards."""
     session.rewind(0)
     session.forward(probe_tokens(session.vocab_size, 4), 1)
     started = time.perf_counter()
     session.forward(probe_tokens(session.vocab_size, 2), 2)
     cost = time.perf_counter() - started
     session.rewind(0)
-    wanted = int(_BUDGET_S / (_CALLS * max(cost, 1e-6)))
-    return max(_FEWEST, min(_MOST, wanted, session.context_length - 2)) // 2 * 2
+    wanted = int(seconds / (_CALLS * max(cost, 1e-6)))
+    return max(_FEWEST, min(most, wanted, session.context_length - 2)) // 2 * 2
 
 
 def _distributions(session: DecoderSession) -> np.ndarray[Any, np.dtype[np.float64]]:

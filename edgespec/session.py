@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import ContextOverflowError, SessionError
-from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors
+from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
 
@@ -36,7 +36,7 @@ class DecoderSession:
     Args:
         path: of the graph.
         context_length: most tokens that the cache may hold.
-        runtime: provider, threads, spinning, chunk and capacity. `auto` spinning counts as `stop`.
+        runtime: provider, threads, spinning, chunk and capacity. `auto` spinning counts as `off`.
         row_rule: exact mode: every call obeys this rule, by dummy rows that are dropped again.
         lender: a session of the same model in another precision whose cache this one uses instead of its own. What
             the lender has read need not be read again; what this one writes behind it, the lender overwrites.
@@ -70,18 +70,22 @@ class DecoderSession:
         self.provider: str = self.session.get_providers()[0]
         inputs = {i.name: i.shape for i in self.session.get_inputs()}
         outputs = {o.name: o.shape for o in self.session.get_outputs()}
+        types = {v.name: v.type for v in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._vocab_size = _vocab_size(outputs, path)
         self.is_shared = "past_len" in inputs
         self._has_keep = "keep" in inputs
         self._binding = self.session.io_binding()
         capacity = min(runtime.initial_capacity, context_length + 1)
-        self._cache = self._open_cache(find_cache_tensors(inputs, list(outputs)), capacity, path)
+        self._cache = self._open_cache(find_cache_tensors(inputs, list(outputs), types), capacity, path)
         self._host = OrtDevice("CPUExecutionProvider")  # ids, lengths and logits
         self._ids = np.zeros(self._chunk, np.int64)
         self._past_len, self._keep = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._bind_scalars(inputs)
         self._growing_inputs = [n for n in ("attention_mask", "position_ids") if n in inputs]
-        self._logits = np.empty((0, self._vocab_size), np.float32)
+        self._logit_type = float_type("logits", types)
+        self._logits: NDArray[Any] = np.empty((0, self._vocab_size), self._logit_type)
+        self._id_values: dict[int, Any] = {}  # by number of tokens
+        self._logit_values: dict[int, Any] = {}  # by number of rows
         self._bound = (0, 0)
         self._tokens = np.empty(capacity, np.int64)
         self._length = 0
@@ -156,15 +160,19 @@ class DecoderSession:
         return self._lender is None
 
     def cache_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
-        """Name in the graph -> shape of every cache tensor for a text of `length` tokens. All are float32."""
+        """Name in the graph -> shape of every cache tensor for a text of `length` tokens."""
         return {t.past: t.shape(length) for t in self._cache.tensors}
 
-    def read_cache(self) -> dict[str, NDArray[np.float32]]:
+    def cache_types(self) -> dict[str, str]:
+        """Name in the graph -> element type of every cache tensor, `float32` or `float16`."""
+        return {t.past: t.dtype for t in self._cache.tensors}
+
+    def read_cache(self) -> dict[str, NDArray[Any]]:
         """A copy of what the cache holds of `tokens`, by name, shaped as `cache_shapes` says."""
         arrays = self._cache.read(self._length)
         return {t.past: a for t, a in zip(self._cache.tensors, arrays, strict=True)}
 
-    def write_cache(self, tokens: Tokens, arrays: dict[str, NDArray[np.float32]]) -> None:
+    def write_cache(self, tokens: Tokens, arrays: dict[str, NDArray[Any]]) -> None:
         """Replace the cache by what `read_cache` of another session of the same graph gave for `tokens`."""
         shapes = {name: array.shape for name, array in arrays.items()}
         assert self.owns_cache, "a lender's cache is written through the lender"
@@ -210,12 +218,12 @@ class DecoderSession:
         self._cache.commit(total)
         self._append(tokens)
         end = (keep if self._has_keep else size) - pad
-        return self._logits[end - rows : end]
+        return self._logits[end - rows : end].astype(np.float32, copy=False)
 
     def _bind(self, tokens: Tokens, size: int, keep: int, total: int) -> None:
         if size > len(self._ids):
             self._ids = np.zeros(size, np.int64)
-            self._bound = (0, 0)
+            self._id_values, self._bound = {}, (0, 0)
         self._ids[: len(tokens)] = tokens
         self._ids[len(tokens) : size] = tokens[-1]
         self._past_len[0], self._keep[0] = self._length, keep
@@ -225,9 +233,14 @@ class DecoderSession:
         if (size, num_rows) == self._bound:
             return
         if num_rows > len(self._logits):
-            self._logits = np.empty((num_rows, self._vocab_size), np.float32)
-        self._binding.bind_ortvalue_input("input_ids", self._host.put(self._ids[None, :size]))
-        self._binding.bind_ortvalue_output("logits", self._host.put(self._logits[None, :num_rows]))
+            self._logits, self._logit_values = np.empty((num_rows, self._vocab_size), self._logit_type), {}
+        # Making an OrtValue takes longer than all the rest here: one for each width is kept.
+        if size not in self._id_values:
+            self._id_values[size] = self._host.put(self._ids[None, :size])
+        if num_rows not in self._logit_values:
+            self._logit_values[num_rows] = self._host.put(self._logits[None, :num_rows])
+        self._binding.bind_ortvalue_input("input_ids", self._id_values[size])
+        self._binding.bind_ortvalue_output("logits", self._logit_values[num_rows])
         self._bound = (size, num_rows)
 
     def _bind_scalars(self, inputs: dict[str, Any]) -> None:

@@ -142,8 +142,8 @@ def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bo
     advice = read_advice(advice_name(manifest, provider_name(runtime.provider), has_draft=has_draft))
     spinning: Spinning = runtime.spinning
     if spinning == "auto":
-        default: Spinning = "off" if has_draft else "stop"
-        spinning = default if advice is None else advice.spinning
+        # Idle threads that spin take the cores from whatever else runs, and on a busy machine cost more than they win.
+        spinning = "off" if advice is None else advice.spinning
     threads = runtime.threads
     if threads is None and advice is not None:
         threads = advice.threads

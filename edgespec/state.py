@@ -115,13 +115,14 @@ class _Reader:
             if about.get(name) != value:
                 raise _Unfit(f"it was made with another {name.replace('_', ' ')}")
 
-    def model(self, model: str, session: DecoderSession) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]:
+    def model(self, model: str, session: DecoderSession) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
         """Tokens and cache tensors of one model."""
         tokens = self._array(f"{model}/tokens", np.dtype(np.int64), most=session.context_length)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < session.vocab_size:
             raise _Unfit("it has token ids outside the vocabulary")
         shapes = session.cache_shapes(len(tokens))
-        arrays = {n: self._array(f"{model}/{n}", np.dtype(np.float32), shape=s) for n, s in shapes.items()}
+        types = session.cache_types()
+        arrays = {n: self._array(f"{model}/{n}", np.dtype(types[n]), shape=s) for n, s in shapes.items()}
         return tokens, arrays
 
     def _array(

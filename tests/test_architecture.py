@@ -55,6 +55,7 @@ LAYERS = [
         "drafters",
         "decoder",
         "speculation",
+        "tuning",
         "gate",
         "prompts",
         "answer",
@@ -66,14 +67,14 @@ LAYERS = [
         "proof",
         "bench",
     ],
-    ["export", "cli"],
+    ["export", "distill", "cli"],
 ]
 ORDER = [name for layer in LAYERS for name in layer]
 HEAVY = {"torch", "transformers", "optimum", "onnx", "onnx_ir", "gguf", "safetensors", "huggingface_hub"}
 # Third-party modules by who may import them.
 OWNERS = {
     "onnxruntime": ("ort", "export"),
-    "tokenizers": ("tokens", "export"),
+    "tokenizers": ("tokens", "export", "distill"),
     "jinja2": ("chat",),
     "llguidance": ("grammar",),
     "click": ("cli",),
@@ -83,6 +84,7 @@ OWNERS = {
     "matplotlib": ("cli",),
     "platformdirs": ("bundle",),
     **dict.fromkeys(HEAVY, ("export",)),
+    **dict.fromkeys(("torch", "transformers", "safetensors"), ("export", "distill")),
 }
 # Scripts that run in another Python, one that has what they import.
 ELSEWHERE = {"bench.peer_worker"}

@@ -44,6 +44,8 @@ Setext
 An end with an [address](http://example.org) and a **bold** word.
 """
 LONG = "\n".join(f"- item {i} of a list that is higher than the screen" for i in range(40)) + "\n\nThe end.\n"
+# Each row is wider than all before it, so all lines change with each.
+TABLE = "| a | b |\n|---|---|\n" + "".join(f"| {'x' * i} | {i} |\n" for i in range(1, 30)) + "\nThe end.\n"
 
 
 def drawn(pieces: list[str], *, height: int = 24, width: int = 60, interval: float = 0.0) -> Screen:
@@ -67,7 +69,7 @@ def pieces_of(text: str, seed: int, most: int = 16) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("text", [ANSWER, LONG], ids=["mixed", "long"])
+@pytest.mark.parametrize("text", [ANSWER, LONG, TABLE], ids=["mixed", "long", "table"])
 def test_pieces_end_up_as_the_whole(text: str, seed: int) -> None:
     """However an answer is cut into pieces, the screen at the end is that of the answer in one piece."""
     height = random.Random(seed).choice([5, 12, 24])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import edgespec
+from edgespec.cli import lines
+from edgespec.cli import terminal as terminal_module
 from tests.pseudo_terminal import Terminal
 from tests.test_cli import expected
 from tests.tiny import make_tiny_bundle
@@ -143,6 +146,17 @@ def test_drafts_are_tinted(tmp_path: Path) -> None:
     assert percentage == round(100 * num_tinted / num_drafted) > 0
 
 
+def test_a_long_prompt_shows_how_far_it_is_read(endless: Path, tmp_path: Path) -> None:
+    """While a document is read a line says how much of it has been; it is gone when the answer comes."""
+    (tmp_path / "notes.txt").write_text("x" * 3000, encoding="utf-8")
+    args = ("run", endless, "-p", "Why?", "--file", tmp_path / "notes.txt", "--max-new-tokens", 5)
+    with Terminal(*args, cache=tmp_path) as terminal:
+        assert terminal.end() == 0
+    found = re.search(r"reading the prompt: \d+ of 30\d\d tokens(.*)", terminal.transcript, re.DOTALL)
+    assert found
+    assert "\x1b[2K" in found[1]  # its line is erased
+
+
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
 def test_markdown_is_rendered_where_it_can_be(tmp_path: Path, term: str) -> None:
     """A regular expression makes the tiny model write Markdown: stars become bold, or stay what they are."""
@@ -161,3 +175,62 @@ def test_markdown_is_rendered_where_it_can_be(tmp_path: Path, term: str) -> None
     with Terminal(*args, "--plain", cache=tmp_path, term=term) as terminal:
         assert terminal.end() == 0
     assert source in terminal.transcript
+
+
+class Stream(io.StringIO):
+    """A stream that is a terminal, or is not."""
+
+    def __init__(self, is_terminal: bool = True) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+def test_where_sequences_may_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To terminals that understand them: no pipes, even if colours are forced, no dumb ones, no old Windows console."""
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal_module.is_capable(Stream())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not terminal_module.is_capable(Stream(is_terminal=False))
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal_module.is_capable(Stream())
+    monkeypatch.setenv("TERM", "xterm")
+    console = terminal_module.console_on(sys.stderr)
+    console.legacy_windows = True
+    monkeypatch.setattr(terminal_module, "console_on", lambda stream: console)
+    assert not terminal_module.is_capable(Stream())
+
+
+def test_tint_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants no colours gets a line under what was drafted."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert terminal_module.tint("a") == "\x1b[36ma\x1b[39m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert terminal_module.tint("a") == "\x1b[4ma\x1b[24m"
+
+
+def test_history_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a history that is too long the newer half stays, beginning with a whole entry."""
+    path = tmp_path / "folder" / "chat_history"
+    path.parent.mkdir()
+    path.write_text("".join(f"\n# 2026-01-0{i}\n+question {i}\n" for i in range(1, 9)), encoding="utf-8")
+    monkeypatch.setattr(lines, "_MAX_HISTORY", path.stat().st_size)
+    assert lines._own_file(path) == str(path)
+    assert path.read_text(encoding="utf-8").count("+question") == 8
+    monkeypatch.setattr(lines, "_MAX_HISTORY", 100)
+    lines._own_file(path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# 2026-01-0")
+    assert 1 <= text.count("+question") <= 4
+    assert text.endswith("+question 8\n")
+
+
+def test_a_history_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat goes on without one, and says so once."""
+    notes: list[str] = []
+    monkeypatch.setattr(lines.terminal, "note", notes.append)
+    monkeypatch.setattr(lines.terminal, "is_capable", lambda stream: True)
+    monkeypatch.setattr(sys, "stdin", Stream())
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert callable(lines.reader(tmp_path / "file" / "chat_history", []))
+    assert len(notes) == 1
+    assert "no history of questions" in notes[0]

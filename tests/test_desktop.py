@@ -63,6 +63,7 @@ def open_window(app: Any, pair: Path, tmp_path: Path, qtbot: Any) -> Iterator[Op
         qtbot.addWidget(window)
         with qtbot.waitSignal(window.ready, timeout=20_000):
             window.show()
+        assert window.send_button.isEnabled()
         return window
 
     yield open_window
@@ -82,7 +83,7 @@ def test_an_answer_streams_and_is_kept(open_window: Open, qtbot: Any, pair: Path
     """The answer is the library's, is shown, is measured, and is in the list and the file afterwards."""
     window = open_window()
     pieces: list[str] = []
-    window.transcript.add_piece = lambda text, tinted: pieces.append(text)
+    window.transcript.add_piece = lambda text, tinted: pieces.append(text + "tinted" * tinted)
     answer = ask(qtbot, window, "hello")
     with edgespec.load(pair) as engine:
         params = edgespec.SamplingParams(max_new_tokens=40)
@@ -148,6 +149,19 @@ def test_stop_before_the_first_word(open_window: Open, qtbot: Any) -> None:
             window.new_button.click()
 
 
+def test_stop_before_there_is_a_stream(open_window: Open, qtbot: Any, app: Any) -> None:
+    """A stop that comes before the thread has asked for its answer is not lost."""
+    window = open_window()
+    thread = app.threads.AnswerThread(window.conversation, "hello", window.settings.params())
+    thread.stop()
+    with qtbot.waitSignal(thread.ended, timeout=20_000) as signal:
+        thread.start()
+    assert thread.wait(5000)
+    assert signal.args == [""]
+    assert thread.stream.finish_reason == "cancelled"
+    assert window.conversation.messages == []
+
+
 def test_closing_while_an_answer_comes(open_window: Open, qtbot: Any, tmp_path: Path) -> None:
     """The window closes soon, no thread is left, the engine is released, and what was said is on disk."""
     before = threading.active_count()
@@ -163,7 +177,8 @@ def test_closing_while_an_answer_comes(open_window: Open, qtbot: Any, tmp_path: 
     assert threading.active_count() == before
     with pytest.raises(edgespec.ConfigError, match="the engine is closed"):
         window.engine.generate("x")
-    qtbot.wait(50)  # what was under way when it closed must do no harm
+    with qtbot.assertNotEmitted(window.answered, wait=50):
+        pass  # what was under way when it closed comes to nothing
     (path,) = (tmp_path / "data" / "conversations").glob("*.json")
     assert len(json.loads(path.read_text(encoding="utf-8"))["messages"][1]["content"]) > 10
 

@@ -18,6 +18,7 @@ from edgespec import (
     SessionError,
     SpecParams,
 )
+from edgespec.selfcheck import SelfCheck
 from tests.tiny import EOS, make_tiny_bundle, reference_logits, tiny_model, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -166,7 +167,8 @@ def test_exact_mode_is_proved_or_refused(tiny_pair: Path, monkeypatch: pytest.Mo
     with edgespec.load(tiny_pair, runtime=RuntimeParams(exact=True)) as engine:
         assert engine.row_rule == ">=2"
         assert engine.chat(HELLO, LONG).text() == reference_text(RENDERED, 60)
-    monkeypatch.setattr("edgespec.invariance.measure_row_invariance", lambda session: "none")
+    found = SelfCheck(None, "none")
+    monkeypatch.setattr("edgespec.selfcheck.self_check", lambda *_, **__: found)
     with pytest.raises(SessionError, match="exact mode cannot be had"):
         edgespec.load(tiny_pair, runtime=RuntimeParams(exact=True))
 

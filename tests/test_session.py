@@ -12,8 +12,8 @@ import pytest
 from edgespec import ort as ort_module
 from edgespec.errors import ConfigError, ContextOverflowError, MissingExtraError, SessionError
 from edgespec.invariance import measure_row_invariance
-from edgespec.params import RuntimeParams
 from edgespec.ort import import_onnxruntime
+from edgespec.params import RuntimeParams
 from edgespec.session import DecoderSession, padding
 from tests.tiny import VOCAB, reference_logits, save_graph, tiny_model
 
@@ -32,6 +32,59 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], 
 @pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)], ids=str)
 def graph(request: pytest.FixtureRequest, graphs: dict[tuple[bool, bool], Path]) -> Path:
     return graphs[request.param]
+
+
+def in_halves(path: Path, to: Path) -> Path:
+    """The same graph with cache and logits in float16. Its numbers are small and whole, so nothing is rounded."""
+    model = onnx.load(str(path))
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+    made, cast = onnx.helper.make_node, []
+    for value in model.graph.input:
+        if value.name.startswith("past_key_values"):
+            for node in model.graph.node:
+                node.input[:] = [f"{n}.single" if n == value.name else n for n in node.input]
+            cast.append(made("Cast", [value.name], [f"{value.name}.single"], to=single))
+            value.type.tensor_type.elem_type = half
+    for value in model.graph.output:
+        for node in model.graph.node:
+            node.output[:] = [f"{n}.single" if n == value.name else n for n in node.output]
+            node.input[:] = [f"{n}.single" if n == value.name else n for n in node.input]
+        model.graph.node.append(made("Cast", [f"{value.name}.single"], [value.name], to=half))
+        value.type.tensor_type.elem_type = half
+    nodes = [*cast, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, str(to))
+    return to
+
+
+def test_a_graph_in_half_precision_has_a_cache_in_half_precision(graph: Path, tmp_path: Path) -> None:
+    """Types are read off the graph; what the loop sees is float32 as ever, with rows that stand for their prefix."""
+    session = DecoderSession(in_halves(graph, tmp_path / "half.onnx"), context_length=200, runtime=SMALL)
+    assert set(session.cache_types().values()) == {"float16"}
+    text = np.arange(60) * 7 % VOCAB
+    for end in (5, 6, 11, 8, 40):  # 8 rewinds
+        logits = session.forward(session.sync(text[:end]), 1)
+        assert logits.dtype == np.float32
+        assert np.array_equal(logits[0], reference_logits(MODEL, text[:end]))
+    assert {a.dtype for a in session.read_cache().values()} == {np.dtype(np.float16)}
+
+
+def test_a_cache_of_integers_is_refused(graph: Path, tmp_path: Path) -> None:
+    """A quantised cache is none that we know how to grow or rewind."""
+    model = onnx.load(str(in_halves(graph, tmp_path / "m.onnx")))
+    for value in model.graph.input:
+        if value.name.startswith("past_key_values"):
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+    for value in model.graph.output:
+        if value.name.startswith("present"):
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+    for node in model.graph.node:
+        if node.op_type == "Cast" and node.output[0].startswith("present"):
+            node.attribute[0].i = onnx.TensorProto.INT8
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(SessionError, match="only float32 and float16 are known"):
+        DecoderSession(tmp_path / "m.onnx", context_length=20, runtime=SMALL)
 
 
 @pytest.mark.parametrize("rule", [None, ">=2", "even"])

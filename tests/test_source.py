@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zipfile
 from hashlib import sha256
 from pathlib import Path
@@ -113,37 +112,6 @@ def test_an_unknown_source_is_refused_with_what_there_is(name: str, tmp_path: Pa
     """The message names the recipes, or says that the file is missing."""
     with pytest.raises(ExportError, match=r"smollm2-135m|does not exist"):
         fetch_source(name, tmp_path)
-
-
-def test_a_hub_id_takes_safetensors_and_texts_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Path
-) -> None:
-    """What is asked of the hub contains no pickles and no code, and the revision ends up in the origin."""
-    asked: list[list[str]] = []
-    snapshot = tmp_path / "0123456789abcdef"
-    shutil.copytree(llama, snapshot)
-
-    def download(repository: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        return str(snapshot)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = fetch_source("somebody/some-model", tmp_path)
-    assert source.name == "some-model"
-    assert source.origin == "somebody/some-model at 0123456789ab from the Hugging Face hub"
-    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in asked[0])
-
-
-def test_without_a_network_a_hub_id_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever class of error the hub's client raises."""
-
-    def download(*args: object, **kwargs: object) -> str:
-        raise ConnectionError("Max retries exceeded\nwith url")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ExportError, match="check the network") as caught:
-        fetch_source("somebody/some-model", tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_gguf_file_becomes_the_model_that_it_was_made_of(llama: Path, tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ class Transformers:
         if threads is not None:
             torch.set_num_threads(threads)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, local_files_only=True)
-        self._model.eval()
+        # Newer releases keep the precision of the file, which few CPUs compute fast in.
+        self._model.float().eval()
 
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
         self._torch.manual_seed(job["seed"] or 0)

@@ -73,11 +73,9 @@ class Peer:
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8"
             )
         except OSError as error:
-            raise PeerError(f"{name} is left out: {python} cannot be run: {error.strerror}") from error
+            raise PeerError(f"{name}: {python} cannot be run: {error.strerror}") from error
         try:
-            ready = self._ask(
-                {"model": str(model), "draft": None if draft is None else str(draft), "threads": threads}
-            )
+            ready = self._ask({"model": str(model), "draft": None if draft is None else str(draft), "threads": threads})
         except PeerError:
             self.close()
             raise
@@ -131,9 +129,9 @@ class Peer:
         except OSError:
             found = None
         if found is None:
-            raise PeerError(f"{self.name} is left out: its process ended without a word")
+            raise PeerError(f"{self.name}: its process ended without a word")
         if "error" in found:
-            raise PeerError(f"{self.name} is left out: {found['error']}")
+            raise PeerError(f"{self.name}: {found['error']}")
         return found
 
 

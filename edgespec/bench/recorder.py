@@ -76,7 +76,7 @@ def expected_rate(rounds: Sequence[Round]) -> float | None:
     return sum(rate * s for rate, s in promised) / seconds if seconds else None
 
 
-def accepted_lengths(rounds: Sequence[Round]) -> list[int]:
+def accepted_lengths(rounds: Sequence[Round]) -> tuple[int, ...]:
     """How many rounds with a draft had 0, 1, 2, ... of its tokens accepted."""
     lengths = [r.accepted for r in rounds if r.drafted]
-    return [lengths.count(n) for n in range(max(lengths) + 1)] if lengths else []
+    return tuple(lengths.count(n) for n in range(max(lengths, default=-1) + 1))

@@ -19,7 +19,7 @@ from edgespec.bench.trial import Place, Trial, digest, first_difference, run_tri
 from edgespec.bundle import Bundle
 from edgespec.contracts import Tokens
 from edgespec.engine import Engine
-from edgespec.errors import ConfigError
+from edgespec.errors import ConfigError, ContextOverflowError
 from edgespec.params import RequestParams, RuntimeParams, SamplingParams, SpecParams
 from edgespec.policy import FixedPolicy
 from edgespec.profile import read_profile
@@ -99,9 +99,7 @@ class Bench:
         ConfigError: the plan does not go with the bundle; when entered: no prompt fits its context.
     """
 
-    def __init__(
-        self, bundle: Bundle, prompts: Sequence[BenchPrompt], plan: Plan, peers: Sequence[Peer] = ()
-    ) -> None:
+    def __init__(self, bundle: Bundle, prompts: Sequence[BenchPrompt], plan: Plan, peers: Sequence[Peer] = ()) -> None:
         self._bundle, self._plan, self._peers = bundle, plan, peers
         self._has_model = bundle.manifest.draft is not None
         self.settings = choose_settings(plan.against, plan.spec, has_model=self._has_model, search=plan.search)
@@ -165,10 +163,15 @@ class Bench:
         return parents
 
     def _encode(self, engine: Engine) -> list[tuple[BenchPrompt, Tokens]]:
-        encoded = [(prompt, encode(engine, prompt.text)) for prompt in self._prompts]
         room = engine.context_length - self._plan.params.max_new_tokens
-        self.skipped = [prompt for prompt, tokens in encoded if len(tokens) > room]
-        fitting = [(prompt, tokens) for prompt, tokens in encoded if len(tokens) <= room]
+        fitting = []
+        self.skipped = []
+        for prompt in self._prompts:
+            tokens = try_encode(engine, prompt.text)
+            if tokens is None or len(tokens) > room:
+                self.skipped.append(prompt)
+            else:
+                fitting.append((prompt, tokens))
         if not fitting:
             raise ConfigError(
                 f"no prompt fits the context of {engine.context_length} tokens together with an answer of "
@@ -208,6 +211,7 @@ class Bench:
             answers[trial.setting] = trial, token_ids
         if self._plan.is_comparable:
             answers = {name: self._compare(trial, ids, answers) for name, (trial, ids) in answers.items()}
+        if params.is_greedy:
             self._find_ties(engines[PLAIN], prompt, answers)
         names = [*(s.name for s in self.settings), *self.peer_settings]
         return [answers[name][0] for name in names]
@@ -234,7 +238,7 @@ class Bench:
                 continue
             key = (trial.setting, trial.family, trial.prompt_id, at)
             if key not in self.near_ties:
-                margin, best = best_two(plain, np.concatenate([prompt, np.array(expected[:at], np.int64)]))
+                margin, best = best_two(plain, prompt, self._plan.params, at)
                 self.near_ties[key] = NearTie(*key, margin, best == {expected[at], token_ids[at]})
 
 
@@ -246,6 +250,14 @@ def encode(engine: Engine, text: str) -> Tokens:
     return engine.prompts.from_messages([{"role": "user", "content": text}], params, request).tokens
 
 
+def try_encode(engine: Engine, text: str) -> Tokens | None:
+    """The same, or `None` where it alone does not fit the context."""
+    try:
+        return encode(engine, text)
+    except ContextOverflowError:
+        return None
+
+
 def stored_costs(engine: Engine) -> dict[str, Any] | None:
     """The cost tables that the engine's controller was given, or `None` where it has none."""
     has_draft, manifest = "model" in engine.drafters, engine.bundle.manifest
@@ -254,17 +266,19 @@ def stored_costs(engine: Engine) -> dict[str, Any] | None:
     return None if profile is None else asdict(profile)
 
 
-def best_two(engine: Engine, tokens: Tokens) -> tuple[float, set[int]]:
-    """The two most probable tokens after `tokens`, and by how much the first is ahead in log-probability."""
-    stream = engine.generate(tokens, SamplingParams(max_new_tokens=1, logprobs=2))
+def best_two(engine: Engine, prompt: Tokens, params: SamplingParams, index: int) -> tuple[float, set[int]]:
+    """The two tokens that plain decoding finds most probable at an index of its answer, as it came there.
+
+    Returns:
+        By how much the first is ahead in log-probability (so also in logits), and both.
+    """
+    stream = engine.generate(prompt, replace(params, max_new_tokens=index + 1, logprobs=2))
     stream.text()
-    (first, p), (second, q) = stream.logprobs[0].top
+    (first, p), (second, q) = stream.logprobs[index].top
     return p - q, {first, second}
 
 
-def run_peer(
-    peer: Peer, mode: str, prompt: Tokens, params: SamplingParams, place: Place
-) -> tuple[Trial, list[int]]:
+def run_peer(peer: Peer, mode: str, prompt: Tokens, params: SamplingParams, place: Place) -> tuple[Trial, list[int]]:
     """One answer of another engine as a trial."""
     answer = peer.answer(mode, prompt, params)
     trial = Trial(

@@ -62,6 +62,8 @@ def choose_settings(
     """
     if "model" in against and not has_model:
         raise ConfigError("the bundle has no draft model: leave `model` out of --against, or export it with --draft")
+    # Earlier answers are not looked up: those to the same prompt would flatter.
+    spec = replace(spec, history=None)
     wanted = {default_opponent(has_model=has_model), *against} - {"none"}
     if not has_model:
         wanted.discard("chain")

@@ -80,9 +80,11 @@ def summarise(trials: Sequence[Trial], default: str) -> dict[str, Any]:
     """
     rows = table(trials)
     by_family = {row.family: round(row.speedup.median, 4) for row in rows if row.setting == default}
+    over_best = {row.family: round(row.over_best_plain.median, 4) for row in rows if row.setting == default}
     return {
         "default": default,
         "speedup_by_family": by_family,
+        "speedup_over_best_plain_by_family": over_best,
         "geometric_mean": round(geometric_mean(by_family.values()), 4) if by_family else None,
         "rows": [asdict(row) for row in rows],
         "accepted_lengths": _lengths(trials),

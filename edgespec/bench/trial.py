@@ -49,7 +49,7 @@ class Trial:
     target_passes: int | None = None
     drafted: int | None = None
     accepted: int | None = None
-    accepted_lengths: Sequence[int] = ()
+    accepted_lengths: tuple[int, ...] = ()
     predicted_tokens_per_s: float | None = None
     finish_reason: str | None = None
     text_digest: str = ""
@@ -83,7 +83,8 @@ class Trial:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trial:
         """The inverse of `as_dict`, other keys ignored."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(**known | {"accepted_lengths": tuple(data["accepted_lengths"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ COMMANDS = {
     "run": ("edgespec.cli.run", "run_command", "Answer a prompt, or chat."),
     "export": ("edgespec.cli.export", "export_command", "Make a bundle from a model, and perhaps a draft model."),
     "import": ("edgespec.cli.import_", "import_command", "Make a bundle from ONNX folders that others made."),
+    "distill": ("edgespec.cli.distill", "distill_command", "Make a draft from what a model itself writes."),
     "info": ("edgespec.cli.info", "info_command", "Show versions, providers and what is in a bundle."),
     "verify": ("edgespec.cli.verify", "verify_command", "Test that a bundle's drafts change nothing."),
     "plan": ("edgespec.cli.plan", "plan_command", "Show what drafting would gain."),

@@ -62,7 +62,7 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 @click.command("bench")
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @option("--prompts", text="Folder of FAMILY.jsonl files.  [default: a few that come along]", type=Path)
-@option("--families", text="Only these.", type=_Names(), default="")
+@option("--families", text="Only these.", type=_Names())
 @option("--limit", text="Prompts of each family.", default=8, type=click.IntRange(1))
 @option("--repetitions", text="Passes over all prompts.", default=_PLAN.repetitions, type=click.IntRange(1))
 @option("--max-new-tokens", text="Longest answer.", default=_PLAN.params.max_new_tokens, type=click.IntRange(2))
@@ -75,8 +75,8 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 @option("--threads", text="Threads per operator.  [default: what tune found, else one per core]", type=int)
 @option("--spinning", text="Whether idle threads spin.", default="auto", type=click.Choice(get_args(Spinning)))
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider)
-@option("--peers", text=f"Other engines: {','.join(PEERS)}.", type=_Names(PEERS), default="")
-@option("--peer-python", text="Python that has them installed.  [default: this one]", default=None, metavar="PATH")
+@option("--peers", text=f"Other engines: {','.join(PEERS)}.", type=_Names(PEERS))
+@option("--peer-python", text="Python that has them installed.  [default: this one]", metavar="PATH")
 @option("--peer-model", text="Model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
 @option("--peer-draft", text="Draft model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
 @option("--output", "-o", text="Trials, a JSON object a line.  [default: in the cache]", type=Path)
@@ -103,7 +103,7 @@ def bench_command(bundle: Path | None, as_json: bool, plot: Path | None, **optio
 
 
 def _run(bundle: Bundle, options: dict[str, Any]) -> dict[str, Any]:
-    prompts = read_prompts(options["prompts"], options["families"], options["limit"])
+    prompts = read_prompts(options["prompts"], options["families"] or (), options["limit"])
     plan = _plan(options)
     facts = _facts(bundle, plan)
     trials: list[Trial] = []
@@ -167,22 +167,22 @@ def _default_output(bundle: Bundle) -> Path:
 def _open_peers(options: dict[str, Any], stack: contextlib.ExitStack) -> tuple[list[Peer], list[str]]:
     """The engines that can be run, and a line for each one that cannot."""
     peers, left_out = [], []
-    models, drafts = options["peer_model"], options["peer_draft"]
+    models, drafts, wanted = options["peer_model"], options["peer_draft"], options["peers"] or ()
     for name in [*models, *drafts]:
-        if name not in options["peers"]:
+        if name not in wanted:
             raise ConfigError(f"a model is given for {name}, which is not in --peers: add it there")
-    for name in options["peers"]:
+    for name in wanted:
         try:
             peers.append(stack.enter_context(_open_peer(name, options, models, drafts)))
         except PeerError as error:
             left_out.append(str(error))
-            terminal.note(str(error))
+            terminal.note(f"left out: {error}")
     return peers, left_out
 
 
 def _open_peer(name: PeerName, options: dict[str, Any], models: dict[str, Path], drafts: dict[str, Path]) -> Peer:
     if name not in models:
-        raise PeerError(f"{name} is left out: name its model with --peer-model {name}=FOLDER")
+        raise PeerError(f"{name}: name its model with --peer-model {name}=FOLDER")
     python = options["peer_python"] or sys.executable
     return Peer(name, python, models[name], drafts.get(name), options["threads"])
 
@@ -192,4 +192,3 @@ def _memory(bundle: Bundle, bench: Bench, plan: Plan) -> dict[str, int | None]:
     chosen = [s for s in bench.settings if not s.is_fixed]
     count = plan.params.max_new_tokens
     return {s.name: peak_bytes(bundle.path, s.spec, bench.runtimes[s.name], bench.longest, count) for s in chosen}
-

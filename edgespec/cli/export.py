@@ -14,7 +14,7 @@ from edgespec.cli import terminal
 if TYPE_CHECKING:
     from edgespec.export import ExportReport
 
-_PRECISIONS = click.Choice(["fp32", "int8", "int4", "auto"])
+_PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
 
 
 @click.command("export")
@@ -30,13 +30,14 @@ _PRECISIONS = click.Choice(["fp32", "int8", "int4", "auto"])
 @click.option("--draft-precision", type=_PRECISIONS, help="The same for the draft.  [default: auto]")
 @click.option("--draft-block-size", type=int, metavar="32|128", help="The same for the draft.")
 @click.option("--max-context", type=int, help="Most tokens of the context.  [default: the model's, up to 32768]")
+@click.option("--allow-pickle", is_flag=True, help="Read pickled weights where there are no safetensors.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there already.")
 def export_command(source: str, out: Path, draft: str | None, force: bool, **options: Any) -> int:
     """Make a bundle from a model.
 
-    SOURCE is a Hugging Face folder, a hub id (owner/name), a GGUF file or a recipe (such as smollm2-135m); a recipe
-    has defaults of its own. The model is converted to ONNX, fused, quantised and checked against the original. DIR
-    appears whole at the end, or not at all.
+    SOURCE is a Hugging Face folder, a hub id (owner/name or owner/name@revision), a GGUF file or a recipe (such as
+    smollm2-135m); a recipe has defaults of its own. The model is converted to ONNX, fused, quantised and checked
+    against the original. DIR appears whole at the end, or not at all.
     """
     from edgespec.export import export_bundle
 

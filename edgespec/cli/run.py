@@ -39,7 +39,8 @@ _SPEC, _RUNTIME = SpecParams(), RuntimeParams()
 
 
 def _engine_options(command: _F) -> _F:
-    drafters, spinning = click.Choice(get_args(DrafterName)), click.Choice(get_args(Spinning))
+    # Names that applications give to drafters of their own are not for the command line.
+    drafters, spinning = click.Choice(get_args(get_args(DrafterName)[0])), click.Choice(get_args(Spinning))
     verifiers = click.Choice(get_args(Verifier))
     for add in (
         option("--exact", text="Greedy text bit-identical to that of --drafter none.", is_flag=True),
@@ -47,7 +48,8 @@ def _engine_options(command: _F) -> _F:
         option("--threads", text="Threads per operator.  [default: one per physical core]", type=int),
         option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
         option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
-        option("--num-draft-tokens", text="Drafted per round.", default=_SPEC.num_draft_tokens, type=int),
+        option("--num-draft-tokens", text="Drafted per round.  [default: as many as pay]", type=int),
+        option("--history", text="Keep token ids of answers here, to draft from.", metavar="FILE"),
         option("--drafter", text="Who drafts.", default=_SPEC.drafter, type=drafters),
     ):
         command = add(command)

@@ -72,7 +72,7 @@ def note(text: str) -> None:
     """A remark on stderr, dimmed on a terminal."""
     sys.stdout.flush()
     if sys.stderr.isatty():
-        console_on(sys.stderr).print(clean(text), style="dim", soft_wrap=True)
+        console_on(sys.stderr).print(clean(text), style="dim")
     else:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -22,14 +22,14 @@ from edgespec.errors import ExportError
 from edgespec.export.reference import Reference
 from edgespec.invariance import measure_row_invariance, probe_tokens
 from edgespec.params import RowInvariance, RuntimeParams
-from edgespec.selfcheck import make_probe
+from edgespec.selfcheck import affordable_tokens, make_probe
 from edgespec.session import DecoderSession
 
 _READ = 64  # rows of a call while the text is read; even, so that it obeys every row rule
 _VERIFY = 5
 _SPAN = 60  # rows at the end of the text that are decoded, verified and rolled back
 _WRONG = 3
-_INVARIANCE_TOKENS = 96
+_INVARIANCE_TOKENS, _INVARIANCE_S = 96, 10.0
 _PAST = 128  # tokens before the calls that are timed
 _TIMED = 7
 
@@ -115,7 +115,8 @@ def check_graph(path: Path, context_length: int, reference: Reference, limits: L
 def find_row_rule(path: Path, context_length: int, reference: Reference) -> RowInvariance:
     """The rule under which this machine computes a row of the graph the same whatever shares its call."""
     with closing(DecoderSession(path, context_length=context_length, runtime=RuntimeParams())) as session:
-        return measure_row_invariance(session, reference.tokens[:_INVARIANCE_TOKENS])
+        count = affordable_tokens(session, _INVARIANCE_S, _INVARIANCE_TOKENS)
+        return measure_row_invariance(session, reference.tokens[:count])
 
 
 def record_probe(path: Path, context_length: int) -> dict[str, Any]:

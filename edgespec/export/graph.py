@@ -14,6 +14,7 @@ from edgespec.bundle import CacheKind
 from edgespec.errors import ExportError
 from edgespec.export.convert import PlainGraph
 from edgespec.export.fuse import NoMatch, fuse, keep_rows, tidy
+from edgespec.export.half import to_half
 from edgespec.export.options import BITS
 from edgespec.export.quantize import quantize
 from edgespec.export.reference import MOST_TOKENS
@@ -104,6 +105,13 @@ def quantize_graph(
     report = quantize(model, BITS[precision], block, advance)
     findings = {"num_quantized": len(report.quantized), "kept_fp32": report.kept, "embedding": report.embedding}
     return save_graph(model, folder), findings
+
+
+def halve_graph(path: Path, folder: Path, advance: Callable[[float], None]) -> Path:
+    """Write a saved float32 graph into `folder` in float16 and return the new graph's path."""
+    model = ir.load(path)
+    to_half(model, advance)
+    return save_graph(model, folder)
 
 
 def graph_dimensions(path: Path) -> Dimensions:

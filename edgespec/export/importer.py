@@ -28,7 +28,7 @@ from edgespec.export.adapt import (
     require_known_inputs,
     share_cache,
 )
-from edgespec.export.check import LIMITS, Figures, Limits, check_graph, find_row_rule
+from edgespec.export.check import LIMITS, Figures, Limits, check_graph, find_row_rule, measure_steps, record_probe
 from edgespec.export.convert import require_extra
 from edgespec.export.disk import require_space
 from edgespec.export.folder import OnnxFolder, read_onnx_folder
@@ -136,12 +136,16 @@ class _Importer:
         self.progress.step(f"running {folder.name} as it came")
         reference = _reference(folder, tokens, space.work / f"{role}-reference.npy")
         rows = space.work / f"{role}-rows.npy"
-        path, context, figures = self._adapt(folder, weights, context, reference, space.bundle / role, rows)
+        path, context, figures, reason = self._adapt(folder, weights, context, reference, space.bundle / role, rows)
         rule = find_row_rule(path, context, reference)
         if rule == "none":
             self.warn(f"the {role}'s logits depend on how rows are batched on this machine: no exact mode with it")
         info = _model_info(folder, f"{role}/{path.name}", path, context, weights)
-        return _Made(replace(info, row_invariance=rule), {role: figures.as_dict()}, rows)
+        check: dict[str, Any] = {role: figures.as_dict(), f"{role}_probe": record_probe(path, context)}
+        check[f"{role}_steps"] = measure_steps(path, context)
+        if reason is not None:
+            check[f"{role}_unfused"] = reason
+        return _Made(replace(info, row_invariance=rule), check, rows)
 
     def _context(self, folder: OnnxFolder) -> tuple[int, str | None]:
         config = {**folder.config, "max_position_embeddings": folder.context_length}
@@ -149,17 +153,16 @@ class _Importer:
 
     def _adapt(
         self, folder: OnnxFolder, weights: Weights, context: int, reference: Reference, place: Path, rows: Path
-    ) -> tuple[Path, int, Figures]:
-        """The fastest form of the graph that computes what it computed before."""
-        limits = _limits(weights.precision)
+    ) -> tuple[Path, int, Figures, str | None]:
+        """The fastest form of the graph that computes what it computed before, and why it is not fused if it is not."""
+        limits, reason = _limits(weights.precision), None
         if not has_shared_attention(_read(folder)):
-            fused = self._fuse(folder, context, place)
-            if fused is not None:
-                path, longest = fused
-                try:
-                    return path, longest, self._check(path, longest, reference, limits, rows)
-                except ExportError as error:
-                    self.warn(f"{folder.name} is fused wrongly ({error}): it keeps its growing cache")
+            try:
+                path, longest = self._fuse(folder, context, place)
+                return path, longest, self._check(path, longest, reference, limits, rows), None
+            except (NoMatch, ExportError) as error:
+                reason = str(error)
+                self.warn(f"{folder.name} is not fused ({reason}): it keeps its growing cache, which is slower")
         model = _read(folder)
         if has_shared_attention(model):
             context = share_cache(model, folder.head_dim, context)
@@ -169,17 +172,13 @@ class _Importer:
                 self.warn(f"{folder.name}: its LM head was not found, so it is computed for every row of a prompt")
         require_known_inputs(model)
         path = save_graph(model, place)
-        return path, context, self._check(path, context, reference, limits, rows)
+        return path, context, self._check(path, context, reference, limits, rows), reason
 
-    def _fuse(self, folder: OnnxFolder, context: int, place: Path) -> tuple[Path, int] | None:
+    def _fuse(self, folder: OnnxFolder, context: int, place: Path) -> tuple[Path, int]:
         self.progress.step(f"fusing the attention of {folder.name}")
         model = _read(folder)
         fix_cache_sizes(model, folder.heads, folder.head_dim)
-        try:
-            model, report = fuse(model, folder.config, context)
-        except NoMatch as reason:
-            self.warn(f"{folder.name} cannot be fused ({reason}): it keeps its growing cache, which is slower")
-            return None
+        model, report = fuse(model, folder.config, context)
         return save_graph(model, place), min(context, report.max_len or context)
 
     def _check(self, path: Path, context: int, reference: Reference, limits: Limits, rows: Path) -> Figures:
@@ -207,7 +206,7 @@ def _reference(folder: OnnxFolder, tokens: Tokens, file: Path) -> Reference:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what is wrong is raised
     try:
         session = ort.InferenceSession(str(folder.graph), options, providers=["CPUExecutionProvider"])
         name = next((theirs for theirs, ours in folder.names.items() if ours == "logits"), "logits")
@@ -229,7 +228,9 @@ def _feed(folder: OnnxFolder, value: Any, tokens: Tokens) -> Any:
     integers = np.int32 if value.type == "tensor(int32)" else np.int64
     if name.startswith("past_key_values."):
         heads, head_dim = (n if isinstance(n, int) else None for n in (value.shape[1], value.shape[3]))
-        shape = (1, heads or folder.heads or 1, 0, head_dim or folder.head_dim or 1)
+        shape = (1, heads or folder.heads, 0, head_dim or folder.head_dim)
+        if None in shape:
+            raise ExportError(f"{name} leaves the size of a head open, and no configuration beside it says it")
         return np.zeros(shape, np.float16 if value.type == "tensor(float16)" else np.float32)
     known = {
         "input_ids": tokens[None],

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from edgespec.errors import ConfigError
 
-Precision = Literal["fp32", "int8", "int4", "auto"]
-PRECISIONS = ("fp32", "int8", "int4", "auto")
+Precision = Literal["fp32", "fp16", "int8", "int4", "auto"]
+PRECISIONS = ("fp32", "fp16", "int8", "int4", "auto")
+FLOATS = ("fp32", "fp16")
 BLOCK_SIZES = (32, 128)
 BITS: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
@@ -34,6 +35,7 @@ class Plan:
         precision, block_size: of the target; a `block_size` of None is the precision's default.
         draft_precision, draft_block_size: of the draft.
         max_context: None is the model's own, up to 32,768.
+        allow_pickle: read pickled weights where there are no others.
     """
 
     source: str
@@ -43,6 +45,7 @@ class Plan:
     draft_precision: Precision
     draft_block_size: int | None
     max_context: int | None
+    allow_pickle: bool = False
 
 
 def make_plan(source: str, given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Plan:
@@ -61,6 +64,7 @@ def make_plan(source: str, given: Mapping[str, Any], recipe: Mapping[str, Any]) 
         draft_precision=values.get("draft_precision", "auto"),
         draft_block_size=_block_size(values, given, "draft_"),
         max_context=values.get("max_context"),
+        allow_pickle=bool(values.get("allow_pickle")),
     )
     for role in ("", "draft_"):
         _check_role(role, getattr(plan, f"{role}precision"), getattr(plan, f"{role}block_size"))
@@ -73,11 +77,11 @@ def make_plan(source: str, given: Mapping[str, Any], recipe: Mapping[str, Any]) 
 
 
 def resolve_precision(precision: Precision, block_size: int | None, num_parameters: int) -> tuple[str, int | None]:
-    """The precision and the block size that are meant; the block size of fp32 is None."""
+    """The precision and the block size that are meant; the block size of floats is None."""
     chosen = precision
     if precision == "auto":
         chosen = "int4" if num_parameters >= _AUTO_INT4_FROM else "int8"
-    return chosen, None if chosen == "fp32" else block_size or _DEFAULT_BLOCKS[chosen]
+    return chosen, None if chosen in FLOATS else block_size or _DEFAULT_BLOCKS[chosen]
 
 
 def resolve_context(config: Mapping[str, Any], wanted: int | None) -> tuple[int, str | None]:
@@ -135,5 +139,5 @@ def _check_role(role: str, precision: str, block: int | None) -> None:
         raise ConfigError(f"{role}precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if block is not None and block not in BLOCK_SIZES:
         raise ConfigError(f"{role}block_size is {block!r}; it must be 32 or 128")
-    if precision == "fp32" and block is not None:
-        raise ConfigError(f"{role}block_size is {block}, but fp32 weights have no blocks: leave it out")
+    if precision in FLOATS and block is not None:
+        raise ConfigError(f"{role}block_size is {block}, but {precision} weights have no blocks: leave it out")

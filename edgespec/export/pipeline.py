@@ -82,6 +82,7 @@ def export_bundle(
     draft_precision: Precision | None = None,
     draft_block_size: int | None = None,
     max_context: int | None = None,
+    allow_pickle: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -98,6 +99,7 @@ def export_bundle(
         block_size: weights that share a scale, 32 or 128; by default 128 for int8 and 32 for int4.
         draft_precision, draft_block_size: the same for the draft.
         max_context: most tokens of the context; by default the model's, up to 32,768.
+        allow_pickle: read pickled weights where there are no safetensors; torch's restricted reader reads them.
         overwrite: replace a bundle that is there already. Nothing but a bundle is ever replaced.
         progress: is told about every step.
     Raises:
@@ -109,7 +111,7 @@ def export_bundle(
     started = time.monotonic()
     require_extra()
     given = {"draft": draft, "precision": precision, "block_size": block_size, "max_context": max_context}
-    given |= {"draft_precision": draft_precision, "draft_block_size": draft_block_size}
+    given |= {"draft_precision": draft_precision, "draft_block_size": draft_block_size, "allow_pickle": allow_pickle}
     plan = make_plan(source, given, recipe_options(source))
     with workspace(out, overwrite) as space:
         job = Job(plan, space, progress or SilentProgress())
@@ -158,7 +160,7 @@ def _fetch_all(job: Job) -> _Sources:
 
 def _fetch(job: Job, name: str, role: str) -> Source:
     job.progress.step(f"fetching {name}")
-    source = fetch_source(name, job.folder(f"{role}-source"))
+    source = fetch_source(name, job.folder(f"{role}-source"), allow_pickle=job.plan.allow_pickle)
     job.progress.note(f"{role}: {source.origin}; licence {source.licence or 'unknown'}")
     return source
 

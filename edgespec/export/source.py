@@ -1,25 +1,22 @@
 """Where a model comes from: a Hugging Face folder, a hub id, a GGUF file or a recipe. Owns the way to a folder.
 
-Code that comes with a model is never run, and weights are read from safetensors only, never from pickles.
+Code that comes with a model is never run, and weights are read from safetensors only, unless pickles are allowed.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ExportError
 from edgespec.export.convert import quiet
-from edgespec.export.disk import is_disk_full
 from edgespec.export.gguf import unpack_gguf
+from edgespec.export.hub import download_snapshot, parse_hub_id
+from edgespec.export.pickles import unpickle
 from edgespec.export.recipe import fetch_member, read_recipe, recipe_names
 from edgespec.export.texts import chat_template, eos_token_ids, licence, read_json, special_tokens, tokenizer_file
 from edgespec.export.weights import Checkpoint, weight_files
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,7 @@ class Source:
         special_tokens: role (`bos_token`, ...) -> text.
         eos_token_ids: tokens that end an answer, sorted.
         options: of the recipe, where there was one.
+        head_ids: file with the token of each column of the logits, of a distilled draft; None where they are all.
     """
 
     name: str
@@ -49,6 +47,7 @@ class Source:
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    head_ids: Path | None = None
 
     @property
     def files(self) -> list[Path]:
@@ -66,12 +65,14 @@ def recipe_options(source: str) -> dict[str, Any]:
     return dict(read_recipe(source).options) if _is_recipe(source) else {}
 
 
-def fetch_source(source: str, work: Path) -> Source:
+def fetch_source(source: str, work: Path, *, allow_pickle: bool = False) -> Source:
     """Bring `source` to this disk as a folder.
 
     Args:
-        source: what the user wrote. A model on this disk goes first; then come recipes, then the hub.
+        source: what the user wrote. A model on this disk goes first; then come recipes, then the hub, which is
+            asked only for what cannot be a folder here.
         work: an empty folder for what is downloaded and unpacked.
+        allow_pickle: read pickled weights where there are no others.
     Raises:
         ExportError: there is no such thing, it cannot be fetched, or it is not a text model in safetensors.
     """
@@ -79,13 +80,16 @@ def fetch_source(source: str, work: Path) -> Source:
     if _is_recipe(source):
         return _fetch_recipe(source, work)
     if path.is_dir():
-        return read_folder(path, work, origin=f"folder {path.resolve().name}")
+        return read_folder(path, work, origin=f"folder {path.resolve().name}", allow_pickle=allow_pickle)
     if path.suffix.lower() == ".gguf":
         return _fetch_gguf(path, work)
-    if _HUB_ID.fullmatch(source):
-        return _fetch_hub(source, work)
+    place = parse_hub_id(source)
+    if place is not None:
+        folder = download_snapshot(place, allow_pickle=allow_pickle)
+        origin = f"{place.repository} at {folder.name[:12]} from the Hugging Face hub"
+        return replace(read_folder(folder, work, origin, allow_pickle=allow_pickle), name=place.name)
     raise ExportError(
-        f"{source!r} is no folder, no GGUF file, no hub id (owner/name) and no recipe; "
+        f"{source!r} is no folder, no GGUF file, no hub id (owner/name or owner/name@revision) and no recipe; "
         f"the recipes are: {', '.join(recipe_names())}"
     )
 
@@ -121,50 +125,20 @@ def _fetch_gguf(file: Path, work: Path) -> Source:
     return replace(found, name=file.stem, licence=licence)
 
 
-def _fetch_hub(repository: str, work: Path) -> Source:
-    folder = _download_snapshot(repository)
-    found = read_folder(folder, work, origin=f"{repository} at {folder.name[:12]} from the Hugging Face hub")
-    return replace(found, name=repository.split("/")[1])
-
-
-def _download_snapshot(repository: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        with quiet():
-            return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
-    except errors.GatedRepoError as error:
-        raise ExportError(
-            f"{repository} is gated; accept its terms on its hub page and log in with `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ExportError(
-            f"{repository} is neither a folder here nor a public model on the hub; check the spelling"
-        ) from error
-    except Exception as error:  # requests, urllib3 and the hub's own classes all mean the same to the user
-        if is_disk_full(error):
-            raise
-        raise ExportError(
-            f"could not download {repository} from the Hugging Face hub ({type(error).__name__}); "
-            "check the network, or name a folder on this disk"
-        ) from error
-
-
-def read_folder(folder: Path, work: Path, origin: str) -> Source:
+def read_folder(folder: Path, work: Path, origin: str, *, allow_pickle: bool = False) -> Source:
     """Read and check a Hugging Face folder. What has to be made (a `tokenizer.json`) goes into `work`."""
     config = read_json(folder / "config.json")
     if not config:
         raise ExportError(f"{folder} has no readable config.json; name a Hugging Face model folder")
-    if not list(folder.glob("*.safetensors")):
-        raise ExportError(f"{folder} has no .safetensors weights; pickled weights are not read: convert them first")
     if "auto_map" in config:
         raise ExportError(f"{folder} needs code of its own (auto_map in config.json), and such code is never run")
+    weights = folder if list(folder.glob("*.safetensors")) else unpickle(folder, work, allow_pickle)
     settings = read_json(folder / "tokenizer_config.json")
     special = special_tokens(settings | read_json(folder / "special_tokens_map.json"))
     tokenizer = tokenizer_file(folder, work)
     return Source(
         name=folder.resolve().name,
-        folder=folder,
+        folder=weights,
         tokenizer=tokenizer,
         origin=origin,
         licence=licence(folder),

@@ -16,7 +16,7 @@ from edgespec.bundle import CacheKind, ModelInfo
 from edgespec.export.check import LIMITS, check_graph, find_row_rule, measure_steps, record_probe
 from edgespec.export.convert import convert
 from edgespec.export.disk import require_space
-from edgespec.export.graph import FusedGraph, fuse_graph, graph_dimensions, quantize_graph
+from edgespec.export.graph import FusedGraph, fuse_graph, graph_dimensions, halve_graph, quantize_graph
 from edgespec.export.journal import Journal, inputs_key
 from edgespec.export.options import Plan, Precision, layers_to_check, resolve_context, resolve_precision
 from edgespec.export.progress import Progress
@@ -176,9 +176,14 @@ def _finish(job: Job, graph: Graph, role: str, chosen: str, block: int | None) -
     folder, progress = job.space.bundle / role, job.progress
     check: dict[str, Any] = {f"{role}_fp32": graph.check}
     rows, name = graph.rows, f"{role}-fp32.npy"
-    if block is None:
+    if chosen == "fp32":
         path = copy_graph(graph.path, folder)
+    elif chosen == "fp16":
+        progress.step(f"writing the {role} in fp16")
+        path = halve_graph(graph.path, folder, progress.advance)
+        rows, name = None, f"{role}-rows.npy"
     else:
+        assert block is not None
         progress.step(f"quantising the {role} to {chosen}, blocks of {block}")
         path, check[f"{role}_quantization"] = quantize_graph(graph.path, folder, chosen, block, progress.advance)
         for line in check[f"{role}_quantization"]["kept_fp32"]:

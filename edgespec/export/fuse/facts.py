@@ -196,9 +196,23 @@ class _LeaveOutWeights:
         self._needed = {v for v in used if v is not None}
 
     def __call__(self, clone: Clone, node: ir.Node) -> bool:
+        if node.op_type == "MatMul" and self._is_left_out(node.inputs[1]) and len(node.inputs[1].shape) == 2:
+            # Zeros of the weight's shape would take its memory; the product's shape needs less.
+            clone.values[node.outputs[0]] = _widened(clone, node.inputs[0], int(node.inputs[1].shape[1]))
+            return True
         for value in node.inputs:
-            if _is_big(value) and value not in self._needed and value not in clone.values:
+            if self._is_left_out(value) and value not in clone.values:
                 shape = clone.constant(np.array(value.const_value.shape, dtype=np.int64))
                 zero = ir.tensor(np.zeros(1, dtype=value.const_value.dtype.numpy()))
                 clone.values[value] = clone.emit("ConstantOfShape", [shape], value=zero)
         return False
+
+    def _is_left_out(self, value: ir.Value | None) -> bool:
+        return _is_big(value) and value not in self._needed
+
+
+def _widened(clone: Clone, data: ir.Value, width: int) -> ir.Value:
+    """Emit something of the shape of `data` with another last dimension."""
+    last = clone.constant(np.array([-1], dtype=np.int64))
+    column = clone.emit("ReduceMax", [clone.copy_of(data), last], keepdims=1)
+    return clone.emit("Expand", [column, clone.constant(np.array([width], dtype=np.int64))])

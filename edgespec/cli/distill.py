@@ -1,0 +1,97 @@
+"""`edgespec distill`: a draft of one's own, from what the target writes. Owns the options and the closing lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli import terminal
+
+if TYPE_CHECKING:
+    from edgespec.distill import DistillReport
+
+_QUIET_S = 30.0  # between lines about the time left, where there is no bar
+
+
+@click.command("distill")
+@click.argument("target")
+@click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Draft.")
+@click.option("--layers", type=int, help="Of the draft.  [default: 3]")
+@click.option("--width", type=int, help="Neurons of each layer's MLP.  [default: the target's]")
+@click.option("--head-size", type=int, help="Tokens that can be drafted.  [default: 8192]")
+@click.option("--tokens", type=int, help="That the target writes or reads.  [default: 2000000]")
+@click.option("--train-tokens", type=int, help="Most that are trained on.  [default: three times --tokens]")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A prompt on each line, for half of the conversations.",
+)
+@click.option(
+    "--work", metavar="DIR", type=click.Path(path_type=Path), help="Texts and checkpoints.  [default: DIR.work]"
+)
+@click.option("--seed", type=int, help="Of everything random.  [default: 0]")
+@click.option("--force", is_flag=True, help="Replace a draft that is there already.")
+def distill_command(target: str, out: Path, work: Path | None, force: bool, **options: Any) -> int:
+    """Make a draft for a model out of what the model itself writes.
+
+    TARGET is what `edgespec export` takes, built like a llama. It writes conversations and reads documentation of
+    installed packages; a few of its layers are trained to agree with it. A run that was ended goes on where it was
+    when it is started again. `edgespec export TARGET --draft DIR` then makes a bundle of both.
+    """
+    from edgespec.distill import Settings, distill
+
+    settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    with DistillProgress() as progress:
+        report = distill(target, out, settings, work=work, overwrite=force, progress=progress)
+    for line in summary(report):
+        click.echo(line)
+    return 0
+
+
+def summary(report: DistillReport) -> Iterator[str]:
+    """What was made and what was measured, a line each."""
+    yield f"layers {', '.join(map(str, report.layers))}, {report.trained_tokens:,} tokens trained on"
+    yield report.acceptance.line()
+    yield ", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in report.baselines.items())
+    yield f"{report.path}: {report.size / 1e6:.1f} MB in {report.seconds:.0f} s"
+
+
+class DistillProgress(terminal.ExportProgress):
+    """Steps that take long: the bar of an export, and the time left; where there is no bar, a line now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name, self._began, self._said = "", 0.0, 0.0
+        self._first: float | None = None
+
+    def step(self, name: str) -> None:
+        super().step(name)
+        self._name, self._began, self._first = name, time.monotonic(), None
+        self._said = self._began
+
+    def advance(self, fraction: float) -> None:
+        super().advance(fraction)
+        now = time.monotonic()
+        if self._first is None:  # a step that was taken up again does not begin at 0
+            self._first, self._began = fraction, now
+        gained = fraction - self._first
+        if gained <= 0 or now - self._said < (1.0 if self._bar is not None else _QUIET_S):
+            return
+        self._said = now
+        left = f"about {_duration((now - self._began) * (1 - fraction) / gained)} left"
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._name}, {left}")
+        else:
+            terminal.note(f"  {self._name}: {fraction:.0%}, {left}")
+            sys.stderr.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,72 @@
+"""What may be asked of a distillation: every default, once, and the checks. Knows no step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a draft is made.
+
+    Attributes:
+        layers: of the draft; which of the target's they start from is found by a short search.
+        width: neurons of each layer's MLP, the most important ones of the target's; None keeps them all.
+        head_size: tokens that can be drafted; the others have probability 0.
+        tokens: that the target writes or reads, with its distributions kept.
+        train_tokens: most tokens that the draft is trained on, repetitions counted; None is three times `tokens`.
+        prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
+        seed: of everything random.
+        written: share of the tokens that the target writes; the rest is text that it reads.
+        kept: most probable tokens of each distribution that are kept, the mass of the rest beside them.
+        write_rows, write_length: conversations that are written at once, and their tokens.
+        read_rows, read_length: the same of texts that are read.
+        drafted: tokens of text with drafted bursts that the target reads in mid-training, over `tokens`.
+        batch_tokens: of a training step.
+        learning_rate: after the warm-up.
+        total_variation: weight of the lost acceptance in the loss, beside the Kullback-Leibler divergence.
+        search_steps: of each candidate for the layers to start from.
+        validate_every: steps between validations.
+        patience: validations without a gain after which training winds down.
+        checkpoint_every: steps between checkpoints.
+    """
+
+    layers: int = 3
+    width: int | None = None
+    head_size: int = 8192
+    tokens: int = 2_000_000
+    train_tokens: int | None = None
+    prompts: Path | None = None
+    seed: int = 0
+    written: float = 0.4
+    kept: int = 32
+    write_rows: int = 64
+    write_length: int = 256
+    read_rows: int = 64
+    read_length: int = 512
+    drafted: float = 0.25
+    batch_tokens: int = 2048
+    learning_rate: float = 6e-4
+    total_variation: float = 0.5
+    search_steps: int = 20
+    validate_every: int = 100
+    patience: int = 5
+    checkpoint_every: int = 50
+
+    def __post_init__(self) -> None:
+        least = {"layers": 1, "head_size": 16, "tokens": 1000, "kept": 2, "batch_tokens": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
+        for name in ("width", "train_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 8:
+                raise ConfigError(f"{name} is {value}; it must be at least 8")
+
+    @property
+    def budget(self) -> int:
+        """Most tokens that are trained on."""
+        return 3 * self.tokens if self.train_tokens is None else self.train_tokens

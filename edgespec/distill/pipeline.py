@@ -1,0 +1,342 @@
+"""`distill`: the whole way from a target to a trained draft on disk. Owns the order of the steps, and no step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from edgespec.distill.bursts import write_bursts
+from edgespec.distill.card import write_card
+from edgespec.distill.cost import predict_cost_ratio
+from edgespec.distill.data import Data, make_data, rank_head
+from edgespec.distill.loss import HeadMap
+from edgespec.distill.options import Settings
+from edgespec.distill.search import Layers, candidates, search
+from edgespec.distill.store import Store, Texts
+from edgespec.distill.student import EMBEDDING, check_shape, make_student
+from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
+from edgespec.distill.train import State, Trainer
+from edgespec.distill.validate import Acceptance, baselines
+from edgespec.errors import ConfigError, ExportError
+from edgespec.export.convert import require_extra
+from edgespec.export.distilled import FORMAT_VERSION, MARK, vocabulary_digest, write_distilled
+from edgespec.export.progress import Progress, SilentProgress
+from edgespec.export.source import Source, fetch_source
+
+_DRAFTED_AT = 0.35  # of the training: from then on some texts have drafted bursts
+_SEARCH_ROWS = 16  # validation texts of a search
+
+
+@dataclass(frozen=True, slots=True)
+class DistillReport:
+    """What a distillation did.
+
+    Attributes:
+        path: of the draft's folder.
+        layers: of the target, that the draft started from.
+        cost_ratio: predicted c.
+        acceptance: at the end, on validation texts.
+        baselines: greedy acceptance of a bigram table and of prompt lookup on the same texts.
+        tokens: by sort, to train on.
+        trained_tokens, steps: of the training.
+        curve: of the validations.
+        size: of the folder, bytes.
+        seconds: this call took.
+    """
+
+    path: Path
+    layers: Layers
+    cost_ratio: float
+    acceptance: Acceptance
+    baselines: dict[str, float]
+    tokens: dict[str, int]
+    trained_tokens: int
+    steps: int
+    curve: list[dict[str, Any]]
+    size: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Job:
+    """One distillation under way."""
+
+    source: Source
+    settings: Settings
+    machine: Machine
+    work: Path
+    progress: Progress
+    packages: list[str]
+    cost_ratio: float = 0.0
+
+
+def distill(
+    target: str,
+    out: Path,
+    settings: Settings | None = None,
+    *,
+    work: Path | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> DistillReport:
+    """Make a draft for a target from what the target itself writes.
+
+    A killed run is taken up where it was by the next one with the same settings.
+
+    Args:
+        target: a Hugging Face folder, a hub id, a GGUF file or a recipe; built like a llama.
+        out: the draft's folder; appears whole at the end, or not at all.
+        settings: how.
+        work: the folder for texts and checkpoints, by default beside `out`. It stays: a later run with other
+            settings of the draft finds the texts there.
+        overwrite: replace a draft that is there already.
+        progress: is told about every step.
+    Raises:
+        ConfigError: a setting cannot work, or does not go with what is in the working folder.
+        ExportError: the target cannot be fetched, or is not built like a llama.
+        MissingExtraError: the `export` extra is not installed.
+    """
+    started = time.monotonic()
+    require_extra()
+    _check_out(out, overwrite)
+    progress = progress or SilentProgress()
+    work = work or out.with_name(f"{out.name}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    progress.step(f"fetching {target}")
+    folder = work / "source"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    source = fetch_source(target, folder)
+    job = _Job(source, settings or Settings(), _machine(work), work, progress, [])
+    report = _run(job, out)
+    return replace(report, seconds=time.monotonic() - started)
+
+
+def _run(job: _Job, out: Path) -> DistillReport:
+    progress = job.progress
+    model = load_target(job.source, job.machine)
+    width = check_shape(model.config, job.settings.layers, job.settings.width)
+    vocab_size = _vocab_size(job.source, model)
+    head_size = min(job.settings.head_size, vocab_size)
+    job.settings = _fit(job.settings, model.config, head_size)
+    job.cost_ratio = predict_cost_ratio(model.config, job.settings.layers, width, head_size)
+    progress.note(f"a draft step is predicted to cost {job.cost_ratio:.3f} of a target step (8 bits, one row)")
+    teacher = Teacher(model, job.settings, vocab_size, job.machine)
+    data = _make_data(job, teacher)
+    heads = HeadMap(rank_head(data, vocab_size, head_size), vocab_size)
+    found = baselines(data.train["written"], data.check["written"])
+    progress.note(", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in found.items()))
+    folder = _training_folder(job)
+    layers = _search(job, model, width, heads, data, folder)
+    torch.manual_seed(job.settings.seed)
+    student = make_student(model, layers, width, heads.head_ids)
+    budget = job.settings.budget
+    trainer = _trainer(job, student, heads, data, folder / "checkpoint.safetensors", budget)
+    _train(job, trainer, int(_DRAFTED_AT * budget), "training")
+    if not trainer.is_over or trainer.state.tokens > _DRAFTED_AT * budget:
+        trainer.train["drafted"] = _drafted(job, teacher, trainer, data, folder)
+        _train(job, trainer, budget, "training, with drafted bursts")
+    progress.step("measuring acceptance")
+    report = DistillReport(
+        out,
+        layers,
+        job.cost_ratio,
+        trainer.validate(),
+        found,
+        {sort: texts.tokens.size for sort, texts in trainer.train.items()},
+        trainer.state.tokens,
+        trainer.state.step,
+        trainer.state.curve,
+        0,
+        0.0,
+    )
+    return _write(job, report, student, heads.head_ids)
+
+
+def _fit(settings: Settings, config: Any, head_size: int) -> Settings:
+    """The settings within what the target can do."""
+    longest = int(getattr(config, "max_position_embeddings", settings.read_length))
+    return replace(
+        settings,
+        head_size=head_size,
+        write_length=min(settings.write_length, longest),
+        read_length=min(settings.read_length, longest),
+    )
+
+
+def _vocab_size(source: Source, model: Any) -> int:
+    tokens = Tokenizer.from_file(str(source.tokenizer)).get_vocab(True).values()
+    num_rows: int = model.config.vocab_size
+    return min(max(tokens) + 1, num_rows)
+
+
+def _make_data(job: _Job, teacher: Teacher) -> Data:
+    said: set[str] = set()
+    names = {"written": "the target writes conversations", "read": "the target reads documentation"}
+
+    def tell(sort: str, done: int, wanted: int) -> None:
+        if sort not in said:
+            said.add(sort)
+            job.progress.step(names[sort])
+        job.progress.advance(done / wanted)
+
+    store = Store(job.work / "data")
+    _check_same(store.folder / "about.json", _data_key(job), "texts of another target or of other settings")
+    data = make_data(teacher, job.source, store, job.settings, tell)
+    job.packages = data.packages
+    for sort, count in data.num_tokens.items():
+        job.progress.note(f"{count:,} tokens {sort} to train on")
+    return data
+
+
+def _search(job: _Job, model: Any, width: int, heads: HeadMap, data: Data, folder: Path) -> Layers:
+    """The layers to start from; found once and kept."""
+    file = folder / "layers.json"
+    if file.is_file():
+        return tuple(json.loads(file.read_text(encoding="utf-8"))["layers"])
+    settings = job.settings
+    choices = candidates(model.config.num_hidden_layers, settings.layers)
+    job.progress.step("looking for the layers to start from")
+    check = {sort: texts.rows(slice(0, _SEARCH_ROWS)) for sort, texts in data.check.items()}
+    steps = settings.search_steps * settings.batch_tokens
+    done = 0
+
+    def score(layers: Layers) -> float:
+        nonlocal done
+        trainer = _trainer(job, make_student(model, layers, width, heads.head_ids), heads, data, None, 10 * steps)
+        trainer.check = list(check.values())
+        trainer.run(steps, lambda state, loss: None)
+        done += 1
+        job.progress.advance(done / len(choices))
+        found = trainer.validate().score
+        job.progress.note(f"layers {', '.join(map(str, layers))}: acceptance {found:.3f} after {steps:,} tokens")
+        return found
+
+    best, scores = search(choices, score)
+    named = {" ".join(map(str, layers)): value for layers, value in scores.items()}
+    file.write_text(json.dumps({"layers": best, "scores": named}), encoding="utf-8")
+    return best
+
+
+def _trainer(job: _Job, student: Any, heads: HeadMap, data: Data, file: Path | None, budget: int) -> Trainer:
+    check = list(data.check.values())
+    return Trainer(student, heads, data.train, check, job.settings, job.machine, file, budget)
+
+
+def _train(job: _Job, trainer: Trainer, until: int, name: str) -> None:
+    job.progress.step(name)
+    shown = len(trainer.state.curve)
+
+    def tell(state: State, loss: float) -> None:
+        nonlocal shown
+        job.progress.advance(state.tokens / trainer.end)
+        for point in state.curve[shown:]:
+            found = Acceptance(point["greedy"], point["sampled"], point["read"])
+            job.progress.note(f"{point['tokens']:,} tokens, loss {point['loss']:.3f}; {found.line()}")
+        shown = len(state.curve)
+
+    trainer.run(until, tell)
+
+
+def _drafted(job: _Job, teacher: Teacher, trainer: Trainer, data: Data, folder: Path) -> Texts:
+    """Texts with drafted bursts, made once by the draft of mid-training and read by the target."""
+    settings = job.settings
+    store = Store(folder / "drafted")
+    origin = data.train["written"]
+    count = max(1, round(settings.drafted * settings.tokens / (settings.write_rows * settings.write_length)))
+    job.progress.step("the target reads drafted bursts")
+
+    def make(index: int) -> Texts:
+        rng = np.random.default_rng([settings.seed, 1, index])
+        rows = origin.rows(np.sort(rng.choice(len(origin.tokens), min(settings.write_rows, len(origin.tokens)), False)))
+        tokens, kinds = write_bursts(
+            trainer.model,
+            trainer.heads.head_ids,
+            rows.tokens.astype(np.int64),
+            rows.kinds,
+            job.machine.autocast(),
+            rng,
+        )
+        return teacher.read(tokens, kinds)
+
+    store.fill("drafted", count, make, lambda done, wanted: job.progress.advance(done / wanted))
+    return store.load("drafted", range(count))
+
+
+def _write(job: _Job, report: DistillReport, student: Any, head_ids: NDArray[np.int64]) -> DistillReport:
+    """The draft's folder, all or nothing."""
+    job.progress.step("writing the draft")
+    part = report.path.with_name(f"{report.path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    weights = {name: w.detach().cpu().float().numpy() for name, w in student.state_dict().items() if name != EMBEDDING}
+    config = student.config.to_dict()
+    about = {"format_version": FORMAT_VERSION, "base": job.source.origin, "licence": job.source.licence}
+    about |= {"vocabulary": vocabulary_digest(job.source.tokenizer), "layers": list(report.layers)}
+    write_distilled(part, config | {MARK: about}, weights, head_ids)
+    write_card(part, report, job.source, job.settings, job.packages)
+    if report.path.is_dir():
+        shutil.rmtree(report.path)
+    part.rename(report.path)
+    size = sum(file.stat().st_size for file in report.path.iterdir())
+    return replace(report, size=size)
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Refuse to replace what is not a draft, or a draft that was not asked to be replaced."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    config = out / "config.json"
+    if not config.is_file() or MARK not in config.read_text(encoding="utf-8", errors="replace"):
+        raise ExportError(f"{out} is there and not a distilled draft, so it is left alone; name another folder")
+    if not overwrite:
+        raise ExportError(f"{out} already is a draft; use --force to replace it, or name another folder")
+
+
+def _machine(work: Path) -> Machine:
+    """Where the models run, as it was when the working folder was made: a run that goes on must round alike."""
+    file = work / "machine.json"
+    if file.is_file():
+        found = Machine(**json.loads(file.read_text(encoding="utf-8")))
+        if found.device == "cpu" or torch.cuda.is_available():
+            return found
+    found = find_machine()
+    file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return found
+
+
+def _data_key(job: _Job) -> dict[str, Any]:
+    """What the texts depend on. More of them may be asked for later."""
+    digest = hashlib.sha256()
+    for file in job.source.files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    s = job.settings
+    prompts = None if s.prompts is None else hashlib.sha256(s.prompts.read_bytes()).hexdigest()
+    sizes = [s.kept, s.write_rows, s.write_length, s.read_rows, s.read_length]
+    return {"target": digest.hexdigest(), "seed": s.seed, "sizes": sizes, "prompts": prompts}
+
+
+def _check_same(file: Path, key: dict[str, Any], what: str) -> None:
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != key:
+        raise ConfigError(f"{file.parent} has {what}: name another working folder, or delete it")
+    file.write_text(json.dumps(key), encoding="utf-8")
+
+
+def _training_folder(job: _Job) -> Path:
+    """A folder for a training with these settings."""
+    values = {name: str(value) for name, value in asdict(job.settings).items() if name != "checkpoint_every"}
+    name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
+    folder = job.work / f"training-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder

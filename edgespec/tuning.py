@@ -1,0 +1,307 @@
+"""Finds out how a bundle runs best on this machine, and from what acceptance on drafting pays there.
+
+Measures threads, spinning and what calls cost, and stores both where an engine looks for them. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec import theory
+from edgespec.bundle import Bundle, can_share_cache
+from edgespec.costs import CostCurve, CostTable
+from edgespec.invariance import probe_tokens
+from edgespec.params import RuntimeParams, Spinning
+from edgespec.probe import ROWS, is_steady, measure_costs, median_error
+from edgespec.profile import Advice, Profile, write_profile
+from edgespec.session import DecoderSession
+from edgespec.speculation import MAX_ROWS, advice_name, profile_name
+
+Tell = Callable[[str, float], None]
+
+ALL_ROWS = tuple(range(1, MAX_ROWS + 1))
+PASTS = (16, 256, 1024)
+_SPINNINGS: tuple[Spinning, ...] = ("off", "stop", "on")  # the gentlest first
+# A round of the sweep: so many single rows (of the draft model where there is one), then a call over one row more.
+_DRAFTED = 4
+_SWEEP_PAST = 256
+# Shares of the budget: the sweep, then the target's curve, the rest for the draft's.
+_SWEEP_SHARE, _TARGET_SHARE = 0.5, 0.35
+_PREFILL_TOKENS = 256
+# Sessions that are open at once for the sake of taking turns, in bytes of their files.
+_MOST_BYTES = 2 << 30
+# Ways that differ by less than the measurement can tell are as good: the gentler one is taken.
+_ALIKE = 1.03
+
+
+@dataclass(slots=True)
+class Candidate:
+    """Threads and spinning, and seconds of rounds with one session and with two.
+
+    Attributes:
+        single_s: four steps and a five-row call of the target.
+        pair_s: four steps of the draft model and a five-row call of the target; empty without a draft model.
+    """
+
+    threads: int
+    spinning: Spinning
+    single_s: list[float] = field(default_factory=list)
+    pair_s: list[float] = field(default_factory=list)
+
+    @property
+    def advice(self) -> Advice:
+        return Advice(self.threads, self.spinning)
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Acceptance above which a draft of so many tokens is faster than plain decoding; `None` where none is enough.
+
+    Attributes:
+        past: cached tokens.
+        draft_tokens: drafted a round.
+        lookup: where drafting costs nothing.
+        model: where the draft model makes the draft; `None` also without one.
+    """
+
+    past: int
+    draft_tokens: int
+    lookup: float | None
+    model: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was found out about a bundle.
+
+    Attributes:
+        candidates: all ways that were tried.
+        single, pair: the best way for the target alone, and for both models.
+        target, draft: costs of calls as `single` and, for the draft, as `pair` run.
+        paired_target: costs of the target's calls as `pair` runs it.
+        prefill_tokens_per_s: of the target.
+        break_even: by cached tokens and draft length.
+    """
+
+    candidates: list[Candidate]
+    single: Advice
+    pair: Advice | None
+    target: CostTable
+    paired_target: CostTable | None
+    draft: CostTable | None
+    prefill_tokens_per_s: float
+    break_even: list[BreakEven]
+
+    @property
+    def uncertainty(self) -> float:
+        """Share by which the median round of a candidate may be wrong: as for most of them; large on a busy machine."""
+        lines = [line for c in self.candidates for line in (c.single_s, c.pair_s) if line]
+        return median(median_error(line) / median(line) for line in lines)
+
+
+def tune(bundle: Bundle, budget_s: float, provider: str, tell: Tell) -> Tuning:
+    """Measure a bundle, and store what was found for engines to come.
+
+    Takes about `budget_s` seconds besides the loading of models, longer where one round of everything does.
+
+    Args:
+        bundle: checked.
+        budget_s: seconds to spend on measuring.
+        provider: execution provider.
+        tell: called with what is being done and the share of it that is done.
+    Raises:
+        SessionError, ConfigError: a model cannot be run.
+    """
+    manifest = bundle.manifest
+    candidates = [Candidate(n, spinning) for n in thread_counts(physical_cores()) for spinning in _SPINNINGS]
+    _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, provider, tell)
+    single = gentlest(candidates, lambda c: median(c.single_s))
+    pair = gentlest(candidates, lambda c: median(c.pair_s)) if manifest.draft is not None else None
+    tell("cost of calls", _SWEEP_SHARE)
+    target_s = budget_s * (_TARGET_SHARE if pair is None else _TARGET_SHARE / 2)
+    with _sessions(bundle, single, provider, with_draft=False) as (target, _):
+        name = target.provider
+        table = measure_costs(target, target_s, ALL_ROWS, PASTS)
+        prefill = _prefill_rate(target)
+    _store(bundle, single, name, Profile(table, None))
+    paired, draft_table = None, None
+    if pair is not None:
+        tell("cost of calls of both models", _SWEEP_SHARE + _TARGET_SHARE / 2)
+        with _sessions(bundle, pair, provider, with_draft=True) as (target, draft):
+            assert draft is not None
+            paired = measure_costs(target, target_s, ALL_ROWS, PASTS)
+            draft_table = measure_costs(draft, budget_s * (1 - _SWEEP_SHARE - _TARGET_SHARE), ROWS, PASTS)
+        _store(bundle, pair, name, Profile(paired, draft_table))
+    even = break_even(table, paired, draft_table)
+    return Tuning(candidates, single, pair, table, paired, draft_table, prefill, even)
+
+
+def thread_counts(cores: int) -> list[int]:
+    """1 to the number of cores; of many only powers of two, and all of them together."""
+    if cores <= 4:
+        return list(range(1, cores + 1))
+    return [n for n in (2**k for k in range(cores.bit_length())) if n < cores] + [cores]
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use; where the system does not tell, logical ones."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = affinity(0) if affinity else set(range(os.cpu_count() or 1))
+    if sys.platform == "darwin":
+        found = subprocess.run(["sysctl", "-n", "hw.physicalcpu"], capture_output=True, text=True, check=False)
+        return int(found.stdout) if found.stdout.strip().isdigit() else len(usable)
+    siblings = (Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in usable)
+    try:
+        return len({path.read_text(encoding="ascii") for path in siblings}) or len(usable)
+    except OSError:
+        return len(usable)
+
+
+def gentlest(candidates: Sequence[Candidate], seconds: Callable[[Candidate], float]) -> Advice:
+    """The candidate with the fewest threads, and then the least spinning, of those that are as fast as the best."""
+    best = min(map(seconds, candidates))
+    alike = [c for c in candidates if seconds(c) <= best * _ALIKE]
+    return min(alike, key=lambda c: (c.threads, _SPINNINGS.index(c.spinning))).advice
+
+
+def break_even(target: CostTable, paired: CostTable | None, draft: CostTable | None) -> list[BreakEven]:
+    """Where drafts of one to eight tokens begin to pay, at every past that was measured.
+
+    Args:
+        target: costs of the target alone, for lookups.
+        paired, draft: costs of both models where both are open.
+    """
+    alone = CostCurve(target, MAX_ROWS)
+    pair = None if paired is None or draft is None else (CostCurve(paired, MAX_ROWS), CostCurve(draft, MAX_ROWS))
+    found = []
+    for past in target.pasts:
+        lookup = alone.seconds(past)
+        both = None if pair is None else (pair[0].seconds(past), float(pair[1].seconds(past)[1]))
+        for gamma in range(1, 9):
+            model = None if both is None else least_acceptance(both[0], gamma, both[1])
+            found.append(BreakEven(past, gamma, least_acceptance(lookup, gamma, 0.0), model))
+    return found
+
+
+def least_acceptance(pass_seconds: NDArray[np.float64], gamma: int, draft_seconds: float) -> float | None:
+    """The acceptance at which a draft of `gamma` tokens neither gains nor loses; `None` if it always loses.
+
+    Args:
+        pass_seconds: seconds of a target pass over 0, 1, 2, ... rows, shape (n,), n >= gamma + 2.
+        gamma: drafted tokens.
+        draft_seconds: of each.
+    """
+
+    def gain(alpha: float) -> float:
+        return theory.measured_speedup(alpha, gamma, lambda rows: float(pass_seconds[rows]), draft_seconds) - 1
+
+    if gain(1.0) <= 0:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if gain(middle) > 0 else (middle, high)
+    return high
+
+
+def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, provider: str, tell: Tell) -> None:
+    """Fill in the seconds of all candidates. As many as memory allows take turns."""
+    size = sum(file.size for file in bundle.manifest.files.values())
+    together = max(1, _MOST_BYTES // max(size, 1))
+    groups = [candidates[i : i + together] for i in range(0, len(candidates), together)]
+    with_draft = bundle.manifest.draft is not None
+    for i, group in enumerate(groups):
+        tell("threads and spinning", _SWEEP_SHARE * i / len(groups))
+        with contextlib.ExitStack() as stack:
+            opened = [
+                (c, *stack.enter_context(_sessions(bundle, c.advice, provider, with_draft=with_draft))) for c in group
+            ]
+            _take_turns(opened, budget_s / len(groups))
+
+
+def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DecoderSession | None]], budget_s: float) -> None:
+    """Rounds of all candidates, forwards and backwards, until the budget is spent or the medians are certain."""
+    started = perf_counter()
+    while True:
+        for candidate, target, draft in opened:
+            # The first of two: threads of the one before may still spin.
+            candidate.single_s.append([_round(target, target) for _ in range(2)][1])
+            if draft is not None:
+                candidate.pair_s.append([_round(target, draft) for _ in range(2)][1])
+        opened = opened[::-1]
+        lines = [line for c, _, _ in opened for line in (c.single_s, c.pair_s) if line]
+        rounds = len(lines[0])
+        is_late = (perf_counter() - started) * (rounds + 1) / rounds > budget_s
+        if rounds > 1 and (is_late or all(map(is_steady, lines))):
+            return
+
+
+def _round(target: DecoderSession, drafter: DecoderSession) -> float:
+    """Seconds of single rows of one session and a call of the target that checks them."""
+    past = min(_SWEEP_PAST, target.context_length // 2)
+    tokens = probe_tokens(target.vocab_size, _DRAFTED + 1)
+    drafter.pretend(past)
+    started = perf_counter()
+    for i in range(_DRAFTED):
+        drafter.forward(tokens[i : i + 1], 1)
+    seconds = perf_counter() - started
+    target.pretend(past)
+    started = perf_counter()
+    target.forward(tokens, len(tokens))
+    seconds += perf_counter() - started
+    target.rewind(0)
+    drafter.rewind(0)
+    return seconds
+
+
+@contextlib.contextmanager
+def _sessions(
+    bundle: Bundle, advice: Advice, provider: str, *, with_draft: bool
+) -> Iterator[tuple[DecoderSession, DecoderSession | None]]:
+    """The bundle's models as an engine opens them."""
+    runtime = RuntimeParams(provider=provider, threads=advice.threads, spinning=advice.spinning)
+    manifest = bundle.manifest
+    with contextlib.ExitStack() as stack:
+        info = manifest.target
+        target = DecoderSession(bundle.path / info.path, context_length=info.context_length, runtime=runtime)
+        stack.callback(target.close)
+        draft = None
+        if with_draft and manifest.draft is not None:
+            lender = target if can_share_cache(manifest) else None
+            info = manifest.draft
+            path = bundle.path / info.path
+            draft = DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
+            stack.callback(draft.close)
+        yield target, draft
+
+
+def _prefill_rate(session: DecoderSession) -> float:
+    """Tokens per second of reading a prompt, the median of three after one."""
+    count = min(_PREFILL_TOKENS, session.context_length // 2)
+    tokens = probe_tokens(session.vocab_size, count)
+    times = []
+    for _ in range(4):
+        started = perf_counter()
+        session.forward(tokens, 1)
+        times.append(perf_counter() - started)
+        session.rewind(0)
+    return count / median(times[1:])
+
+
+def _store(bundle: Bundle, advice: Advice, provider: str, profile: Profile) -> None:
+    """Where `speculation` finds them when an engine with as many models is loaded."""
+    manifest, has_draft = bundle.manifest, profile.draft is not None
+    runtime = RuntimeParams(threads=advice.threads, spinning=advice.spinning)
+    write_profile(advice_name(manifest, provider, has_draft=has_draft), advice)
+    write_profile(profile_name(manifest, runtime, provider, None, has_draft=has_draft), profile)

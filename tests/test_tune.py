@@ -1,0 +1,116 @@
+"""Tuning: what is tried, what is chosen, when a draft pays, and that engines use what was found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import RuntimeParams, SpecParams, theory, tuning
+from edgespec.bundle import read_bundle
+from edgespec.costs import CostTable
+from edgespec.profile import Advice, read_advice, read_profile, write_profile
+from edgespec.speculation import advice_name, profile_name
+from edgespec.tuning import Candidate, gentlest, least_acceptance, thread_counts, tune
+
+
+def quiet(text: str, fraction: float) -> None:
+    assert 0 <= fraction < 1
+
+
+def test_thread_counts() -> None:
+    """All of few cores; of many powers of two and all together."""
+    assert thread_counts(1) == [1]
+    assert thread_counts(4) == [1, 2, 3, 4]
+    assert thread_counts(8) == [1, 2, 4, 8]
+    assert thread_counts(12) == [1, 2, 4, 8, 12]
+
+
+def test_physical_cores() -> None:
+    """At least one, at most the logical ones."""
+    assert 1 <= tuning.physical_cores() <= (os.cpu_count() or 1)
+
+
+def test_the_gentlest_of_equals() -> None:
+    """Fewer threads and less spinning where the time is the same; the fastest where it is not."""
+    times = {(1, "off"): 2.0, (1, "on"): 1.02, (2, "off"): 1.01, (2, "stop"): 1.0, (2, "on"): 1.3}
+    candidates = [Candidate(n, spinning, [seconds] * 3) for (n, spinning), seconds in times.items()]  # type: ignore[arg-type]
+    assert gentlest(candidates, lambda c: c.single_s[0]) == Advice(1, "on")
+    assert gentlest(candidates[2:], lambda c: c.single_s[0]) == Advice(2, "off")
+    candidates[3].single_s[0] = 0.5
+    assert gentlest(candidates, lambda c: c.single_s[0]) == Advice(2, "stop")
+
+
+def test_break_even() -> None:
+    """At that acceptance tokens per second are those of plain decoding; worked out by hand for one token."""
+    costs = np.array([0.0, 10.0, 12.0, 14.0, 16.0])
+    # One token: (1 + a) * 10 = 12 + d.
+    assert least_acceptance(costs, 1, 0.0) == pytest.approx(0.2)
+    assert least_acceptance(costs, 1, 5.0) == pytest.approx(0.7)
+    # Two: (1 + a + a^2) * 10 = 14 + 2 d.
+    assert least_acceptance(costs, 2, 2.0) == pytest.approx((-1 + (1 + 4 * 0.8) ** 0.5) / 2)
+    alpha = least_acceptance(costs, 3, 4.0)
+    assert alpha is not None
+    assert theory.measured_speedup(alpha, 3, lambda rows: float(costs[rows]), 4.0) == pytest.approx(1)
+    assert least_acceptance(costs, 1, 8.0) is None
+    assert least_acceptance(np.array([0.0, 10.0, 9.0]), 1, 0.0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_break_even_by_past() -> None:
+    """Lookups by the target alone, the model by both together, at every past."""
+    rows = tuple(range(1, 18))
+    table = CostTable((16, 1024), rows, (tuple(10.0 + r for r in rows), tuple(10.0 + 2 * r for r in rows)))
+    found = tuning.break_even(table, table, CostTable((16,), (1, 2), ((2.0, 3.0),)))
+    assert [(e.past, e.draft_tokens) for e in found] == [(p, n) for p in (16, 1024) for n in range(1, 9)]
+    assert found[0].lookup == pytest.approx(12 / 11 - 1)
+    assert found[0].model == pytest.approx(14 / 11 - 1)
+    assert found[8].lookup == pytest.approx(14 / 12 - 1)
+    assert all(e.model is None for e in tuning.break_even(table, None, None))
+
+
+def test_a_pair(tiny_pair: Path, empty_cache: Path) -> None:
+    """Everything is measured once at least, and an engine that is loaded then runs as advised, with these costs."""
+    bundle = read_bundle(tiny_pair)
+    found = tune(bundle, 0.3, "cpu", quiet)
+    assert len(found.candidates) == 3 * len(thread_counts(tuning.physical_cores()))
+    assert all(c.single_s and c.pair_s for c in found.candidates)
+    assert (found.target.rows, found.target.pasts[0]) == (tuple(range(1, 18)), 16)
+    assert found.prefill_tokens_per_s > 0
+    assert found.uncertainty >= 0
+    assert found.pair is not None
+    for spec, advice, has_draft in (("auto", found.pair, True), ("none", found.single, False)):
+        with edgespec.load(tiny_pair, spec=SpecParams(drafter=spec)) as engine:
+            assert (engine.runtime.threads, engine.runtime.spinning) == (advice.threads, advice.spinning)
+            key = profile_name(bundle.manifest, engine.runtime, engine.providers[0], None, has_draft=has_draft)
+        profile = read_profile(key)
+        assert profile is not None
+        assert profile.target.rows == tuple(range(1, 18))
+        assert (profile.draft is not None) is has_draft
+
+
+def test_what_a_caller_says_goes_first(tiny_bundle: Path, empty_cache: Path) -> None:
+    """Advice fills in only what was left open."""
+    manifest = read_bundle(tiny_bundle).manifest
+    write_profile(advice_name(manifest, "CPUExecutionProvider", has_draft=False), Advice(1, "on"))
+    for given, expected in (
+        (RuntimeParams(), (1, "on")),
+        (RuntimeParams(threads=2), (2, "on")),
+        (RuntimeParams(spinning="off"), (1, "off")),
+        (RuntimeParams(threads=2, spinning="stop"), (2, "stop")),
+    ):
+        with edgespec.load(tiny_bundle, runtime=given) as engine:
+            assert (engine.runtime.threads, engine.runtime.spinning) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"threads": 0, "spinning": "on"}', '{"threads": 1, "spinning": "auto"}']
+)
+def test_damaged_advice_is_not_followed(empty_cache: Path, text: str) -> None:
+    """As if there were none."""
+    folder = empty_cache.parent.parent / "profiles"
+    folder.mkdir(parents=True)
+    (folder / "key.json").write_text(text, encoding="utf-8")
+    assert read_advice("key") is None
