@@ -18,6 +18,7 @@ from platformdirs import user_cache_dir
 
 from edgespec.errors import BundleError, IncompatibleDraftError
 from edgespec.fields import Fields, check_path
+from edgespec.head import Head, read_head
 from edgespec.params import RowInvariance
 
 FORMAT = "edgespec"
@@ -41,6 +42,8 @@ class ModelInfo:
         row_invariance: the smallest rule under which a row's logits do not depend on the call's other rows.
         num_parameters: of the original.
         source: where the weights came from, and their licence (SPDX where known).
+        head_ids: relative path of the file with the token of each column of the graph's logits, where its head has
+            not all tokens; `vocab_size` are then the columns that a session makes of them.
     """
 
     path: str
@@ -56,6 +59,7 @@ class ModelInfo:
     num_parameters: int
     source: str
     licence: str | None
+    head_ids: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,15 @@ def can_share_cache(manifest: Manifest) -> bool:
     return all(getattr(target, name) == getattr(draft, name) for name in same)
 
 
+def model_head(bundle: Bundle, info: ModelInfo) -> Head | None:
+    """Which tokens the head of a model has; None where it has all.
+
+    Raises:
+        BundleError: the file that says so is damaged.
+    """
+    return None if info.head_ids is None else read_head(bundle.path / info.head_ids, info.vocab_size)
+
+
 def list_files(folder: Path) -> dict[str, FileInfo]:
     """Size and sha256 of every file of a bundle but its manifest, sorted by path: `Manifest.files`."""
     names = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
@@ -266,6 +279,7 @@ def _model_info(fields: Fields) -> ModelInfo:
         num_parameters=fields.count("num_parameters", 1 << 50),
         source=fields.text("source"),
         licence=fields.text("licence") if fields.has("licence") else None,
+        head_ids=fields.path("head_ids") if fields.has("head_ids") else None,
     )
 
 
@@ -281,6 +295,7 @@ def _check_references(manifest: Manifest) -> None:
     named = [manifest.target.path, manifest.tokenizer]
     named += [manifest.draft.path] if manifest.draft else []
     named += [manifest.chat_template] if manifest.chat_template else []
+    named += [model.head_ids for model in (manifest.target, manifest.draft) if model and model.head_ids]
     for name in named:
         if name not in manifest.files:
             raise BundleError(f"{name!r} is used but is not among its files; {_EXPORT_AGAIN}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.aio import AsyncTextStream
 from edgespec.answer import Answer
-from edgespec.bundle import Bundle, ModelInfo, can_share_cache, check_vocab, default_bundle_path, read_bundle
+from edgespec.bundle import Bundle, ModelInfo, can_share_cache, check_vocab, default_bundle_path, model_head, read_bundle
 from edgespec.chat import Message
 from edgespec.contracts import Drafter, DraftPolicy, Tokens
 from edgespec.decoder import SpeculativeDecoder, Step
@@ -110,7 +110,8 @@ class Engine:
             if info.path in loaded:
                 return loaded[info.path].fork(lender)
             path = self.bundle.path / info.path
-            return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
+            head = model_head(self.bundle, info)
+            return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
 
         target = open_model(self.bundle.manifest.target)
         self._sessions = [target]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import ContextOverflowError, SessionError
+from edgespec.head import Head, Spreader
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
@@ -41,6 +42,7 @@ class DecoderSession:
         lender: a session of the same model in another precision whose cache this one uses instead of its own. What
             the lender has read need not be read again; what this one writes behind it, the lender overwrites.
         session: ONNX Runtime's own, when the graph is loaded already.
+        head: the tokens of the graph's head where it has not all of them; rows are spread over the vocabulary.
 
     Attributes:
         interrupt: of the answer that is being made, or `None`.
@@ -59,6 +61,7 @@ class DecoderSession:
         row_rule: RowInvariance | None = None,
         lender: DecoderSession | None = None,
         session: Any = None,
+        head: Head | None = None,
     ) -> None:
         self.row_rule = row_rule
         self.interrupt: Interrupt | None = None
@@ -72,6 +75,7 @@ class DecoderSession:
         outputs = {o.name: o.shape for o in self.session.get_outputs()}
         types = {v.name: v.type for v in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._vocab_size = _vocab_size(outputs, path)
+        self._spread = _spreader(head, self._vocab_size, path)
         self.is_shared = "past_len" in inputs
         self._has_keep = "keep" in inputs
         self._binding = self.session.io_binding()
@@ -92,7 +96,7 @@ class DecoderSession:
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size
+        return self._vocab_size if self._spread is None else self._spread.head.vocab_size
 
     @property
     def context_length(self) -> int:
@@ -152,6 +156,7 @@ class DecoderSession:
             row_rule=self.row_rule,
             lender=lender,
             session=self.session,
+            head=None if self._spread is None else self._spread.head,
         )
 
     @property
@@ -218,7 +223,8 @@ class DecoderSession:
         self._cache.commit(total)
         self._append(tokens)
         end = (keep if self._has_keep else size) - pad
-        return self._logits[end - rows : end].astype(np.float32, copy=False)
+        found = self._logits[end - rows : end].astype(np.float32, copy=False)
+        return found if self._spread is None else self._spread(found)
 
     def _bind(self, tokens: Tokens, size: int, keep: int, total: int) -> None:
         if size > len(self._ids):
@@ -262,6 +268,12 @@ class DecoderSession:
             self._tokens = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._tokens[self._length : end] = tokens
         self._length = end
+
+
+def _spreader(head: Head | None, num_columns: int, path: Path) -> Spreader | None:
+    if head is not None and len(head.ids) != num_columns:
+        raise SessionError(f"{path} has {num_columns} columns of logits and {len(head.ids)} tokens; export it again")
+    return None if head is None else Spreader(head)
 
 
 def _vocab_size(outputs: dict[str, Any], path: Path) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec import theory
-from edgespec.bundle import Bundle, can_share_cache
+from edgespec.bundle import Bundle, can_share_cache, model_head
 from edgespec.costs import CostCurve, CostTable
 from edgespec.invariance import probe_tokens
 from edgespec.params import RuntimeParams, Spinning
@@ -280,8 +280,10 @@ def _sessions(
         if with_draft and manifest.draft is not None:
             lender = target if can_share_cache(manifest) else None
             info = manifest.draft
-            path = bundle.path / info.path
-            draft = DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
+            path, head = bundle.path / info.path, model_head(bundle, info)
+            draft = DecoderSession(
+                path, context_length=info.context_length, runtime=runtime, lender=lender, head=head
+            )
             stack.callback(draft.close)
         yield target, draft
 

@@ -35,6 +35,7 @@ LAYERS = [
     ["contracts"],
     [
         "fields",
+        "head",
         "kv",
         "ort",
         "session",

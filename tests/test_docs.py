@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgespec.cli import COMMANDS, main
+from edgespec.cli.help import HELP
 from tests.tiny import make_tiny_bundle
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +98,7 @@ def check_edgespec(arguments: list[str]) -> None:
     assert name in COMMANDS, f"there is no command {name}"
     command = main.get_command(click.Context(main), name)
     assert command is not None
-    command.make_parser(click.Context(command, info_name=name)).parse_args(rest)
+    command.make_parser(click.Context(command, info_name=name, **HELP)).parse_args(rest)
 
 
 @pages

@@ -15,6 +15,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli.errors import exit_code
+from edgespec.cli.help import HELP
 from edgespec.cli.terminal import prepare_streams
 
 # name -> module, attribute, help in the list of commands
@@ -65,7 +66,7 @@ class _Cli(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(cls=_Cli, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Cli, invoke_without_command=True, context_settings=HELP)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context

@@ -22,6 +22,7 @@ from edgespec.bundle import Bundle, cache_dir, default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
 from edgespec.cli.bench_figures import draw
 from edgespec.cli.bench_report import write_report
+from edgespec.cli.help import HELP
 from edgespec.cli.options import option, params_of
 from edgespec.cli.progress import progress
 from edgespec.cli.run import ensure_default_bundle
@@ -59,7 +60,7 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
     return found
 
 
-@click.command("bench")
+@click.command("bench", context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @option("--prompts", text="Folder of FAMILY.jsonl files.  [default: a few that come along]", type=Path)
 @option("--families", text="Only these.", type=_Names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.cli import terminal
+from edgespec.cli.help import HELP
 
 if TYPE_CHECKING:
     from edgespec.distill import DistillReport
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 
 
-@click.command("distill")
+@click.command("distill", context_settings=HELP)
 @click.argument("target")
 @click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Draft.")
 @click.option("--layers", type=int, help="Of the draft.  [default: 3]")
@@ -44,6 +46,8 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
     installed packages; a few of its layers are trained to agree with it. A run that was ended goes on where it was
     when it is started again. `edgespec export TARGET --draft DIR` then makes a bundle of both.
     """
+    # On a busy machine, threads that spin while they wait for each other make torch ten times slower. Read at its import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from edgespec.distill import Settings, distill
 
     settings = Settings(**{name: value for name, value in options.items() if value is not None})

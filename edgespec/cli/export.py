@@ -10,6 +10,7 @@ import click
 
 from edgespec.bundle import ModelInfo
 from edgespec.cli import terminal
+from edgespec.cli.help import HELP
 
 if TYPE_CHECKING:
     from edgespec.export import ExportReport
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
 
 
-@click.command("export")
+@click.command("export", context_settings=HELP)
 @click.argument("source")
 @click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Bundle.")
 @click.option("--draft", metavar="SOURCE", help="Draft model, a source as well, or none.  [default: none]")

@@ -9,11 +9,12 @@ import click
 
 from edgespec.cli import terminal
 from edgespec.cli.export import closing_line, pair_line
+from edgespec.cli.help import HELP
 
 _VARIANT = "Which of several graphs: q4 for model_q4.onnx."
 
 
-@click.command("import")
+@click.command("import", context_settings=HELP)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", "out", required=True, metavar="BUNDLE", type=click.Path(path_type=Path), help="Bundle.")
 @click.option("--draft", metavar="DIR", type=click.Path(path_type=Path), help="Folder of a draft.  [default: none]")

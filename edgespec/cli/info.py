@@ -13,11 +13,12 @@ import click
 from edgespec import __version__
 from edgespec.bundle import MANIFEST, Manifest, ModelInfo, default_bundle_path, manifest_to_dict, read_bundle
 from edgespec.cli import terminal
+from edgespec.cli.help import HELP
 from edgespec.errors import MissingExtraError
 from edgespec.params import RuntimeParams
 
 
-@click.command("info")
+@click.command("info", context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def info_command(bundle: Path | None, as_json: bool) -> None:

@@ -9,6 +9,7 @@ import click
 
 from edgespec import theory
 from edgespec.cli import tables, terminal
+from edgespec.cli.help import HELP
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Depth:
     operations: float
 
 
-@click.command("plan")
+@click.command("plan", context_settings=HELP)
 @click.option(
     "--alpha", required=True, type=click.FloatRange(0, 1), help="Probability that a drafted token is accepted."
 )

@@ -17,6 +17,7 @@ from edgespec.cli import terminal
 from edgespec.cli.answer_view import Look, collect, show
 from edgespec.cli.documents import Document, compose, read_file, read_stdin
 from edgespec.cli.errors import INTERRUPTED
+from edgespec.cli.help import HELP
 from edgespec.cli.options import option, params_of, sampling_options, sampling_params
 from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, MissingExtraError
@@ -77,7 +78,7 @@ def _input_options(command: _F) -> _F:
     return command
 
 
-@click.command("run")
+@click.command("run", context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @_input_options
 @sampling_options

@@ -13,6 +13,7 @@ import click
 from edgespec.bench.machine import machine
 from edgespec.bundle import Bundle, default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
+from edgespec.cli.help import HELP
 from edgespec.cli.options import option
 from edgespec.cli.progress import progress, seconds
 from edgespec.cli.run import ensure_default_bundle
@@ -50,7 +51,7 @@ class Tuned:
         return found if isinstance(found, float) else None
 
 
-@click.command("tune")
+@click.command("tune", context_settings=HELP)
 @click.argument("bundles", nargs=-1, metavar="[BUNDLE]...", type=click.Path(path_type=Path))
 @option("--budget", text="Time to measure each, as in 10s or 1m.", default="10s", callback=seconds)
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=RuntimeParams().provider)

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from edgespec.bundle import default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
+from edgespec.cli.help import HELP
 from edgespec.cli.options import option, sampling_options, sampling_params
 from edgespec.cli.progress import progress, seconds
 from edgespec.cli.run import ensure_default_bundle
@@ -24,7 +25,7 @@ from edgespec.proof.procedure import GREEDY, SAMPLED, STRUCTURED
 _UNUSED = ("max_new_tokens", "stop")
 
 
-@click.command("verify")
+@click.command("verify", context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @option("--drafter", text="Whose drafts.", default="all", type=click.Choice(["all", "model", "ngram"]))
 @option("--verifier", text="Which rule.", default=SpecParams().verifier, type=click.Choice(get_args(Verifier)))

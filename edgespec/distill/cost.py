@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_CALL = 3.0e6  # bytes: a call from Python, its inputs and outputs, the choice of a token
-_LAYER = 1.0e6  # bytes: the operators of a layer
+_CALL = 1.5e6  # bytes: a call from Python, its inputs and outputs, the choice of a token
+_LAYER = 0.5e6  # bytes: the operators of a layer
 
 
 def step_bytes(config: Any, layers: int, width: int, head_size: int) -> float:

@@ -176,8 +176,8 @@ def _fit(settings: Settings, config: Any, head_size: int) -> Settings:
 
 def _vocab_size(source: Source, model: Any) -> int:
     tokens = Tokenizer.from_file(str(source.tokenizer)).get_vocab(True).values()
-    num_rows: int = model.config.vocab_size
-    return min(max(tokens) + 1, num_rows)
+    num_tokens: int = max(tokens) + 1
+    return min(num_tokens, int(model.config.vocab_size))
 
 
 def _make_data(job: _Job, teacher: Teacher) -> Data:

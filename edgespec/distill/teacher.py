@@ -18,8 +18,10 @@ from edgespec.distill.turns import Turns
 from edgespec.errors import ExportError
 from edgespec.export.source import Source
 
-# Temperatures of the answers, in turn. Users are sampled at 1, so that greedy answers differ, too.
+# Temperatures of the answers, in turn. Users are sampled, so that greedy answers differ, too; a small model asks
+# nonsense at 1.
 TEMPERATURES = (0.0, 0.7, 1.0)
+_USER = 0.8
 _LOGITS_BYTES = 256 << 20  # of the logits of a call
 
 
@@ -196,7 +198,7 @@ class _Row:
     @property
     def now(self) -> float:
         """The temperature of the next token."""
-        return self.temperature if self.is_answer else 1.0
+        return self.temperature if self.is_answer else _USER
 
     def start_with(self, prompt: list[int], length: int) -> None:
         """Let the user say this, cut to what leaves room for an answer."""

@@ -144,18 +144,23 @@ def _median_ms(session: DecoderSession, tokens: Tokens, width: int) -> float:
     return float(np.median(seconds[1:]) * 1e3)
 
 
-def mean_overlap(rows: Logits, others: Logits) -> float:
+def mean_overlap(rows: Logits, others: Logits, head_ids: Tokens | None = None) -> float:
     """Mean of sum(min(p, q)) over rows: the acceptance that sampling at temperature 1 would see on this text.
 
     Args:
         rows, others: logits, shapes (n, v) and (n, w); columns beyond the shorter are padding and are cut.
+        head_ids: the token of each column of `others`, where these are not all tokens.
     """
+    if head_ids is not None:
+        pairs = ((_distribution(a)[head_ids], _distribution(b)) for a, b in zip(rows, others, strict=True))
+        return float(np.mean([np.minimum(p, q).sum() for p, q in pairs]))
     width = min(rows.shape[1], others.shape[1])
     return float(np.mean([1 - _total_variation(a[:width], b[:width]) for a, b in zip(rows, others, strict=True)]))
 
 
 def _measure(session: DecoderSession, reference: Reference, rows_file: Path) -> Figures:
     tokens, original = reference.tokens, reference.logits
+    columns = tokens if reference.columns is None else reference.columns
     start = _span_start(len(tokens))
     rows = _collect(session, tokens, rows_file)
     distances = np.array([_total_variation(a, b) for a, b in zip(rows, original, strict=True)])
@@ -169,8 +174,8 @@ def _measure(session: DecoderSession, reference: Reference, rows_file: Path) -> 
         mean_tv=float(distances.mean()),
         max_tv=float(distances.max()),
         top1=float(np.mean(same)),
-        perplexity=_perplexity(rows, tokens),
-        original_perplexity=_perplexity(original, tokens),
+        perplexity=_perplexity(rows, columns),
+        original_perplexity=_perplexity(original, columns),
         decode_tv=_mean_tv(decoded, rows[start:]),
         verify_tv=_mean_tv(verified, rows[start:]),
         rollback_tv=_mean_tv(rolled_back, rows[start:]),
@@ -229,9 +234,10 @@ def _mean_tv(rows: Logits, others: Logits) -> float:
     return float(np.mean([_total_variation(a, b) for a, b in zip(rows, others, strict=True)]))
 
 
-def _perplexity(rows: Logits, tokens: Tokens) -> float:
-    surprises = [-np.log(_distribution(row)[token]) for row, token in zip(rows[:-1], tokens[1:], strict=True)]
-    return float(np.exp(np.mean(surprises)))
+def _perplexity(rows: Logits, columns: Tokens) -> float:
+    """Of the text whose tokens are these columns; those that the head does not have (-1) are left out."""
+    pairs = [(row, column) for row, column in zip(rows[:-1], columns[1:], strict=True) if column >= 0]
+    return float(np.exp(np.mean([-np.log(_distribution(row)[column]) for row, column in pairs]))) if pairs else 1.0
 
 
 def _enforce(figures: Figures, limits: Limits, path: Path) -> None:

@@ -16,6 +16,7 @@ from edgespec import __version__
 from edgespec.bundle import Manifest, ModelInfo, list_files
 from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
+from edgespec.export.distilled import find_distilled, join_distilled
 from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import check_pair
 from edgespec.export.progress import Progress, SilentProgress
@@ -94,7 +95,8 @@ def export_bundle(
     Args:
         source: a Hugging Face folder, a hub id, a GGUF file or the name of a recipe.
         out: the bundle's folder; appears whole at the end, or not at all.
-        draft: a source as well (the same one is converted only once), or `none`.
+        draft: a source as well (the same one is converted only once), a folder that `edgespec distill` made or its
+            name among those that travel with edgespec, or `none`.
         precision: of the weights; `auto`, the default, is int8 under a billion parameters and int4 above.
         block_size: weights that share a scale, 32 or 128; by default 128 for int8 and 32 for int4.
         draft_precision, draft_block_size: the same for the draft.
@@ -131,7 +133,8 @@ def _build(job: Job) -> Manifest:
     check = dict(target.check)
     if sources.draft is not None:
         draft = _make_draft(job, sources, graph, target)
-        check |= draft.check | {"pair_overlap": pair_overlap(target.rows, draft.rows)}
+        overlap = pair_overlap(target.rows, draft.rows, sources.draft.head_ids)
+        check |= draft.check | {"pair_overlap": overlap}
     job.progress.step("writing the bundle")
     return make_manifest(job.space.bundle, sources.target, target.info, draft.info if draft else None, check)
 
@@ -169,6 +172,10 @@ def _fetch_draft(job: Job, target: Source) -> Source | None:
     name = job.plan.draft
     if name is None or _is_same(name, job.plan.source):
         return target if name is not None else None
+    distilled = find_distilled(name)
+    if distilled is not None:
+        job.progress.step(f"joining {distilled.name} with its target")
+        return join_distilled(distilled, target, job.folder("draft-source"))
     draft = _fetch(job, name, "draft")
     lines = check_pair(
         Tokenizer.from_file(str(target.tokenizer)),
@@ -188,15 +195,17 @@ def _is_same(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
 
 
-def pair_overlap(target: Path, draft: Path) -> float:
+def pair_overlap(target: Path, draft: Path, head_ids: Path | None = None) -> float:
     """How much of the target's probability the draft agrees on: the acceptance to expect at temperature 1.
 
     Args:
         target, draft: files with the logits of the check text.
+        head_ids: file with the token of each of the draft's columns, where it has not all.
     """
+    ids = None if head_ids is None else np.load(head_ids, allow_pickle=False)
     rows = [np.load(file, mmap_mode="r") for file in (target, draft)]
     count = min(len(rows[0]), len(rows[1]))
-    return mean_overlap(rows[0][:count], rows[1][:count])
+    return mean_overlap(rows[0][:count], rows[1][:count], ids)
 
 
 def make_manifest(

@@ -20,7 +20,7 @@ from edgespec.export.graph import FusedGraph, fuse_graph, graph_dimensions, halv
 from edgespec.export.journal import Journal, inputs_key
 from edgespec.export.options import Plan, Precision, layers_to_check, resolve_context, resolve_precision
 from edgespec.export.progress import Progress
-from edgespec.export.reference import Reference, check_tokens, compute_reference
+from edgespec.export.reference import Reference, check_tokens, columns_of, compute_reference
 from edgespec.export.source import Source
 from edgespec.export.write import GRAPH, Workspace, copy_graph
 from edgespec.params import RowInvariance
@@ -113,7 +113,7 @@ def prepare(job: Job, source: Source, role: str) -> Graph:
         found["cache"],
         found["context_length"],
         found["reason"],
-        Reference(tokens, np.load(work / f"{role}-reference.npy", mmap_mode="r")),
+        Reference(tokens, np.load(work / f"{role}-reference.npy", mmap_mode="r"), columns_of(tokens, source.head_ids)),
         found["check"],
         work / f"{role}-fp32.npy" if found["is_whole"] else None,
     )
@@ -196,6 +196,8 @@ def _finish(job: Job, graph: Graph, role: str, chosen: str, block: int | None) -
     else:
         figures = graph.check
     check[role] = figures
+    if graph.source.head_ids is not None:
+        shutil.copyfile(graph.source.head_ids, folder / graph.source.head_ids.name)
     rule = _measure(job, graph, role, path, check)
     info = _model_info(graph, f"{role}/{path.name}", path, (chosen, block, rule))
     return {"info": asdict(info), "check": check, "rows": "{work}/" + name}
@@ -217,13 +219,14 @@ def _measure(job: Job, graph: Graph, role: str, path: Path, check: dict[str, Any
 def _model_info(graph: Graph, name: str, path: Path, made: tuple[str, int | None, RowInvariance]) -> ModelInfo:
     precision, block, rule = made
     source, dimensions = graph.source, graph_dimensions(path)
+    is_whole = source.head_ids is None
     return ModelInfo(
         path=name,
         cache=graph.cache,
         num_layers=dimensions.num_layers,
         num_kv_heads=dimensions.num_kv_heads,
         head_dim=dimensions.head_dim,
-        vocab_size=dimensions.vocab_size,
+        vocab_size=dimensions.vocab_size if is_whole else int(source.config["vocab_size"]),
         context_length=graph.context_length,
         precision=precision,
         block_size=block,
@@ -231,4 +234,5 @@ def _model_info(graph: Graph, name: str, path: Path, made: tuple[str, int | None
         num_parameters=source.num_parameters,
         source=source.origin,
         licence=source.licence,
+        head_ids=None if source.head_ids is None else f"{name.rpartition('/')[0]}/{source.head_ids.name}",
     )

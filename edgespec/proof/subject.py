@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.bundle import ModelInfo, can_share_cache, check_vocab, read_bundle
+from edgespec.bundle import ModelInfo, can_share_cache, check_vocab, model_head, read_bundle
 from edgespec.contracts import Scorer, Tokens
 from edgespec.errors import ConfigError
 from edgespec.grammar import GrammarCompiler
@@ -75,7 +75,8 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
 
     def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
         path = bundle.path / info.path
-        return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender)
+        head = model_head(bundle, info)
+        return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
 
     with contextlib.ExitStack() as stack:
         target = open_model(manifest.target)
