@@ -92,6 +92,11 @@ class AcceptanceModel:
         """Probability that the token at `depth` (0 is the first) is accepted, given that those before it are."""
         return self._depths[min(depth, _MAX_DEPTH)].value(self.overall, self._now)
 
+    def at_depths(self, count: int) -> list[float]:
+        """`at_depth` of the first `count` depths."""
+        apart = [self.at_depth(depth) for depth in range(min(count, _MAX_DEPTH + 1))]
+        return apart + apart[-1:] * (count - len(apart))
+
     def at(self, depth: int, confidence: float) -> float:
         """The same, knowing the drafter's confidence in the token."""
         level = _level(confidence)

@@ -85,9 +85,26 @@ class CostCurve:
 
 def _extended(rows: tuple[int, ...], seconds: tuple[float, ...], widths: NDArray[np.int64]) -> NDArray[np.float64]:
     """Seconds at every width: straight between the measured points and behind the last, 0 at 0 rows."""
+    seconds = _non_decreasing(seconds)
     line = np.interp(widths, rows, seconds)
     if len(rows) > 1:
         slope = max((seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]), 0.0)
         line = np.where(widths > rows[-1], seconds[-1] + slope * (widths - rows[-1]), line)
     line[0] = 0.0
     return np.asarray(line, np.float64)
+
+
+def _non_decreasing(values: tuple[float, ...]) -> tuple[float, ...]:
+    """The closest values that never fall (least squares): more rows cannot take less time, but noise can say so.
+
+    Source: pool adjacent violators (Ayer et al. 1955).
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, number = pools.pop()
+            mean = (mean * count + before * number) / (count + number)
+            count += number
+        pools.append((mean, count))
+    return tuple(mean for mean, count in pools for _ in range(count))

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 
 from edgespec.aio import AsyncTextStream
 from edgespec.answer import Answer
-from edgespec.bundle import Bundle, ModelInfo, can_share_cache, check_vocab, default_bundle_path, model_head, read_bundle
+from edgespec.bundle import (
+    Bundle,
+    ModelInfo,
+    can_share_cache,
+    check_vocab,
+    default_bundle_path,
+    model_head,
+    read_bundle,
+)
 from edgespec.chat import Message
 from edgespec.contracts import Drafter, DraftPolicy, Tokens
 from edgespec.decoder import SpeculativeDecoder, Step

@@ -127,6 +127,7 @@ class AdaptivePolicy:
         self._steps = {name: curve for name, (curve, _) in drafters.items()}
         self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
         self._seen_step_s = {name: 0.0 for name, (curve, _) in drafters.items() if curve is None}
+        self._chances: dict[str, list[float]] = {}
         self._foregone_s = dict.fromkeys(drafters, 0.0)
         self._elapsed_s = self._probing_s = 0.0
         self.tokens_per_s = 0.0
@@ -159,16 +160,20 @@ class AdaptivePolicy:
 
     def goes_on(self, name: str, confidences: Sequence[float], past: int) -> bool:
         """Whether one more token is worth drafting after those with these confidences."""
-        depth = len(confidences)
-        if depth >= self.max_depth:
+        chances = self._chances.get(name, [])  # of the choice before: nothing was learnt since
+        depth, deepest = len(confidences), len(chances)
+        if depth >= deepest:
             return False
         costs = self._target.seconds(past)
         model = self._acceptance[name]
-        survival = model.at_depth(depth)
+        survival = 1.0
         for i, confidence in enumerate(confidences):
             survival *= model.at(i, confidence)
-        extra = float(costs[depth + 2] - costs[depth + 1]) if depth + 2 < len(costs) else float(costs[-1])
-        return survival > self.tokens_per_s * (extra + self._step_s(name, past))
+        # Not the next token alone: the costs have steps, and one that does not pay may lead to some that do.
+        more = np.arange(1, deepest - depth + 1)
+        tokens = survival * np.cumsum(np.cumprod(chances[depth:]))
+        seconds = costs[depth + 1 + more] - costs[depth + 1] + more * self._step_s(name, past)
+        return bool((tokens > self.tokens_per_s * seconds).any())
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what a round did."""
@@ -196,7 +201,7 @@ class AdaptivePolicy:
         """The depth at which this drafter emits most tokens per second, or `None` where it has nothing to offer."""
         model = self._acceptance[offer.name]
         if offer.confidences is None:
-            chances = [model.at_depth(i) for i in range(limit)]
+            chances = self._chances[offer.name] = model.at_depths(limit)
         else:
             chances = [model.at(i, c) for i, c in enumerate(offer.confidences[:limit])]
         if not chances:

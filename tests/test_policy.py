@@ -203,3 +203,18 @@ def test_costs_between_and_beyond_the_measured_points() -> None:
     costs.observe(3, 0, 100.0)
     costs.observe(50, 0, 1.0)
     assert costs.seconds(0)[3] == 2
+
+
+def test_noise_in_the_measurement_is_smoothed() -> None:
+    """A point that is dearer than a wider one is pooled with it."""
+    costs = CostCurve(CostTable((0,), (1, 2, 3, 5), ((1.0, 4.0, 2.0, 5.0),)), 5)
+    assert costs.seconds(0).tolist() == [0, 1, 3, 3, 4, 5]
+
+
+def test_a_step_in_the_costs_is_looked_across() -> None:
+    """The second token does not pay alone, and all that follow it do: drafting goes on."""
+    table = CostTable((0,), (1, 2, 3, 4, 5, 6), ((1.0, 1.1, 2.0, 2.0, 2.0, 2.0),))
+    policy = AdaptivePolicy(CostCurve(table, 6), {"d": (CostCurve(CostTable((0,), (1,), ((0.05,),)), 6), 0.97)})
+    assert policy.choose([Offer("d", None)], 10, 100).depth == 5
+    assert policy.goes_on("d", [0.5], 10)
+    assert not policy.goes_on("d", [0.5] * 5, 10)
