@@ -146,13 +146,15 @@ class AdaptivePolicy:
             room: most tokens that may be drafted.
         """
         costs = self._target.seconds(past)
-        plans = {o.name: self._plan(o, costs, past, min(room, self.max_depth)) for o in offers}
+        limit = min(room, self.max_depth)
+        plans = {o.name: self._plan(o, costs, past, limit) for o in offers}
         best = _Plan(0, 1.0, float(costs[1]))
         choice = PLAIN
         for offer in sorted(offers, key=lambda o: o.backlog > 1):
             plan = plans[offer.name]
             if plan is not None and plan.rate > best.rate and self._is_worth_reading(offer, plan, best, past):
-                best, choice = plan, Choice(offer.name, plan.depth)
+                # On demand the confidences decide, token by token, where to stop: it may be deeper than planned.
+                best, choice = plan, Choice(offer.name, plan.depth if offer.confidences is not None else limit)
         self.tokens_per_s = best.rate
         if choice is PLAIN:
             choice = self._probe(offers, plans, best, past) or PLAIN

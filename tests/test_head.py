@@ -96,13 +96,15 @@ def test_answers_do_not_depend_on_the_head(reduced: Path, tiny_pair: Path) -> No
     """With a draft that can draft some tokens only, greedy text is that without a draft; sampled text ends well."""
     messages = [{"role": "user", "content": "count"}]
     texts = []
-    for drafter in ("model", "none"):
-        with edgespec.load(reduced, spec=SpecParams(drafter=drafter)) as engine:
-            stream = engine.chat(messages, SamplingParams(max_new_tokens=40))
+    for drafter in ("model", "ngram"):
+        with edgespec.load(reduced, spec=SpecParams(drafter=drafter, num_draft_tokens=3)) as engine:
+            stream = engine.chat(messages, SamplingParams(max_new_tokens=40, ignore_eos=True))
             texts.append(stream.text())
             if drafter == "model":
                 assert stream.stats.drafted
-                assert engine.chat(messages, SamplingParams(temperature=1, max_new_tokens=20, seed=1)).text()
+                assert engine.chat(
+                    messages, SamplingParams(temperature=1, max_new_tokens=20, seed=1, ignore_eos=True)
+                ).text()
     assert texts[0] == texts[1]
 
 
