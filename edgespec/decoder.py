@@ -55,6 +55,7 @@ class SpeculativeDecoder:
         eos_token_ids: tokens that end an answer.
         prefill_chunk: tokens of the prompt between two looks at `cancelled`; even.
         verifier: how sampled drafts are checked.
+        near_tie: greedy rows whose best two logits are closer than this are computed again alone.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SpeculativeDecoder:
         eos_token_ids: tuple[int, ...],
         prefill_chunk: int,
         verifier: Verifier = "standard",
+        near_tie: float = 0.0,
     ) -> None:
         self.target = target
         if drafter is None:
@@ -76,6 +78,7 @@ class SpeculativeDecoder:
         self.policy: DraftPolicy = policy or FixedPolicy(num_draft_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prefill_chunk = prefill_chunk
+        self.near_tie = near_tie
         self._check = verify_coupled if verifier == "coupled" else verify_rejection
 
     def generate(
@@ -227,9 +230,25 @@ class SpeculativeDecoder:
     def _decide(self, rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens) -> tuple[Rows, Verdict]:
         if shaper.is_greedy:
             rows = shaper.adjust(rows, context, draft.tokens)
+            if self.near_tie and len(draft):
+                rows = self._without_ties(rows, draft, shaper, context)
             return rows, verify_greedy(rows, draft)
         rows = shaper.shape(rows, context, draft.tokens)
         return rows, self._check(rows, draft, noise, len(context))
+
+    def _without_ties(self, rows: Rows, draft: Draft, shaper: Shaper, context: Tokens) -> Rows:
+        """The rows that decide, near-ties among them as they are when computed alone."""
+        rows = rows.copy()  # further calls use the buffer again
+        text = np.concatenate([context, draft.tokens])
+        for i in range(len(rows)):
+            second, best = np.partition(rows[i], -2)[-2:]
+            if best - second < self.near_tie:
+                end = len(context) + i
+                alone = self.target.forward(self.target.sync(text[:end]), 1)
+                rows[i] = shaper.adjust(alone, text[:end], draft.tokens[:0])[0]
+            if i == len(draft) or rows[i].argmax() != draft.tokens[i]:
+                break
+        return rows
 
     def _cut(self, emitted: list[int], context: _Context, params: SamplingParams) -> FinishReason | None:
         """Cut `emitted` behind an end token, and say whether the answer ends."""

@@ -130,7 +130,8 @@ class Engine:
             if self.row_rule == "none":
                 raise SessionError(
                     f"{self.bundle.path}: exact mode cannot be had with this graph on this machine: "
-                    "its logits depend on how many rows share a call. Load it without exact mode"
+                    "its logits depend on how many rows share a call. Load it without exact mode; near_tie=0.5 "
+                    "(--near-tie) then decides close calls as plain decoding does"
                 )
             target.row_rule = self.row_rule
         draft: DecoderSession | None = None
@@ -146,6 +147,7 @@ class Engine:
             eos_token_ids=self.bundle.manifest.eos_token_ids,
             prefill_chunk=runtime.prefill_chunk,
             verifier=spec.verifier,
+            near_tie=0.0 if self.row_rule else runtime.near_tie,
         )
 
     @property

@@ -311,6 +311,9 @@ class RuntimeParams:
             never spins. `auto` is what `edgespec tune` found best for the bundle; before that `off`.
         exact: never call the target with one row (with an odd number, where the bundle needs it), so that
             speculative greedy text is bit-identical to plain greedy text. Proved by a self-check at load.
+        near_tie: for machines on which exact mode cannot be had: where a greedy row that shared a call has its best
+            two logits closer than this, the row is computed again alone, as plain decoding would. Keeps speculative
+            text from parting at near-ties; 0 does not.
         prefill_chunk: prompt tokens per call; even. Bounds memory, and the time until a cancel is noticed.
         initial_capacity: tokens that a cache holds at first; it doubles when full.
         verify_hashes: check the sha256 of every file of the bundle at load.
@@ -320,6 +323,7 @@ class RuntimeParams:
     threads: int | None = None
     spinning: Spinning = "auto"
     exact: bool = False
+    near_tie: float = 0.0
     prefill_chunk: int = 256
     initial_capacity: int = 512
     verify_hashes: bool = True
@@ -341,6 +345,9 @@ class RuntimeParams:
         )
         _require(_is_count(self.initial_capacity, 8), "initial_capacity", self.initial_capacity, "at least 8")
         _require(isinstance(self.provider, str) and bool(self.provider), "provider", self.provider, "a name")
+        _require(
+            _is_number(self.near_tie) and self.near_tie >= 0, "near_tie", self.near_tie, "0 (off) or a positive number"
+        )
         for name in ("exact", "verify_hashes"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")

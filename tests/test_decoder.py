@@ -251,6 +251,45 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     assert target.calls == []
 
 
+@pytest.mark.parametrize("near_tie", [0.0, 1.0])
+def test_near_ties_are_decided_alone(near_tie: float) -> None:
+    """A model whose logits shift by less than half a unit when rows share a call: the text is the plain one.
+
+    Without it the same runs part, so that the test sees the difference.
+    """
+    rng = np.random.default_rng(0)
+    table = rng.permuted(np.tile(np.arange(40) * 0.3, (997, 1)), axis=1)
+
+    class Wide(TableScorer):
+        def forward(self, tokens: Tokens, rows: int) -> np.ndarray:
+            exact = super().forward(tokens, rows)
+            shift = np.sin(exact * 7 + len(self._tokens)) * 0.45
+            return exact + (shift.astype(np.float32) if len(tokens) > 1 else 0)
+
+    def logits(context: Tokens) -> np.ndarray:
+        return table[int((context * (np.arange(len(context)) + 3)).sum()) % 997]
+
+    class Oracle(Drafter):
+        def propose(
+            self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
+        ) -> Draft:
+            tokens = list(context)
+            for _ in range(limit):
+                tokens.append(int(logits(np.array(tokens)).argmax()))
+            return Draft(np.array(tokens[len(context) :]))
+
+    params, equal = SamplingParams(max_new_tokens=40, ignore_eos=True), []
+    for seed in range(12):
+        prompt = np.random.default_rng(seed).integers(0, 40, 1)
+        expected = tokens_of(run(decoder(TableScorer(logits, 40), None, 0), prompt, params)[0])
+        loop = SpeculativeDecoder(
+            Wide(logits, 40), Oracle(), num_draft_tokens=3, eos_token_ids=(), prefill_chunk=4, near_tie=near_tie
+        )
+        steps, _ = run(loop, prompt, params)
+        equal.append(tokens_of(steps) == expected)
+    assert all(equal) == (near_tie > 0), equal
+
+
 def test_drafts_are_checked_together_with_what_was_accepted_last() -> None:
     """A round is one call: the last emitted token and the draft, with a row for each decision."""
     target = TableScorer(lambda context: np.eye(6)[(context[-1] + 1) % 6], 6)

@@ -44,6 +44,7 @@ def _engine_options(command: _F) -> _F:
     drafters, spinning = click.Choice(get_args(get_args(DrafterName)[0])), click.Choice(get_args(Spinning))
     verifiers = click.Choice(get_args(Verifier))
     for add in (
+        option("--near-tie", type=float, default=_RUNTIME.near_tie, text="Decide greedy ties closer than this alone."),
         option("--exact", text="Greedy text bit-identical to that of --drafter none.", is_flag=True),
         option("--spinning", text="Whether idle threads spin.", default=_RUNTIME.spinning, type=spinning),
         option("--threads", text="Threads per operator.  [default: one per physical core]", type=int),

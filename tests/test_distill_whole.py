@@ -1,0 +1,163 @@
+"""`edgespec distill` from end to end on a tiny random llama: killed, resumed, joined with its target, used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import edgespec
+from edgespec.bundle import model_head, read_bundle
+from edgespec.cli.export import export_command
+from edgespec.errors import ExportError, IncompatibleDraftError
+from edgespec.params import SamplingParams, SpecParams
+from tests.export_models import save_llama, torch_logits
+
+pytestmark = pytest.mark.export
+
+# The smallest budget that leaves texts to train and to validate on.
+OPTIONS = ["--layers", "1", "--width", "64", "--head-size", "120", "--tokens", "30000", "--train-tokens", "250000"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model folder. Read only."""
+    return save_llama(tmp_path_factory.mktemp("distill") / "tiny", max_position_embeddings=64)
+
+
+def start(llama: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "edgespec", "distill", str(llama), "-o", str(out), *OPTIONS, *options]
+    environment = os.environ | {"PYTHONPATH": str(Path(edgespec.__file__).parent.parent), "OMP_NUM_THREADS": "2"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def kill_when(process: subprocess.Popen[str], folder: Path, pattern: str) -> None:
+    """End a process at once as soon as a file of this pattern is there."""
+    deadline = time.monotonic() + 90
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, pattern
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def made(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str, str]:
+    """A draft made in one go, one of a run that was killed twice, and what the latter's last run said."""
+    folder = tmp_path_factory.mktemp("drafts")
+    process = start(llama, folder / "whole")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    killed = folder / "killed"
+    work = folder / "killed.work"
+    kill_when(start(llama, killed), work, "data/written-00000.npz")
+    kill_when(start(llama, killed), work, "training-*/checkpoint.safetensors")
+    assert not killed.exists()
+    process = start(llama, killed)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return folder / "whole", killed, out, err
+
+
+def test_a_killed_run_goes_on(made: tuple[Path, Path, str, str]) -> None:
+    """Killed while writing and while training, it ends with the very weights of a run that was not."""
+    whole, killed, _, _ = made
+    for name in ("model.safetensors", "head_ids.npy", "config.json"):
+        assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
+    curves = [json.loads((folder / "training.json").read_text(encoding="utf-8")) for folder in (whole, killed)]
+    assert curves[0] == curves[1]
+
+
+def test_it_says_how_it_goes(made: tuple[Path, Path, str, str]) -> None:
+    """The predicted cost comes before the training, acceptance by depth and the baselines with it."""
+    _, _, out, err = made
+    assert err.index("predicted to cost") < err.index("training")
+    assert "prompt lookup alone" in err
+    assert "acceptance by depth: greedy" in out
+    assert "killed: " in out.splitlines()[-1]
+
+
+def test_the_card_tells_what_was_done(made: tuple[Path, Path, str, str]) -> None:
+    """Data, steps, cost, acceptance, baselines and the packages whose documentation was read."""
+    card = (made[1] / "README.md").read_text(encoding="utf-8")
+    for part in ("# A draft for tiny", "written", "drafted", "steps", "Predicted cost", "| greedy |", "bigram", "(MIT"):
+        assert part in card, part
+
+
+@pytest.fixture(scope="module")
+def bundle(made: tuple[Path, Path, str, str], llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Target and draft joined by the export."""
+    out = tmp_path_factory.mktemp("bundle") / "pair"
+    arguments = [
+        str(llama),
+        "--draft",
+        str(made[0]),
+        "-o",
+        str(out),
+        "--precision",
+        "fp32",
+        "--draft-precision",
+        "int8",
+    ]
+    result = CliRunner().invoke(export_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_the_export_joins_it(bundle: Path, made: tuple[Path, Path, str, str]) -> None:
+    """The bundle's draft has fewer columns than tokens, and its manifest says which token each is."""
+    opened = read_bundle(bundle)
+    draft = opened.manifest.draft
+    assert draft is not None
+    assert draft.num_layers == 1
+    assert draft.vocab_size == opened.manifest.target.vocab_size
+    head = model_head(opened, draft)
+    assert head is not None
+    np.testing.assert_array_equal(head.ids, np.load(made[0] / "head_ids.npy"))
+    assert 0 < opened.manifest.check["pair_overlap"] < 1
+
+
+def test_it_drafts(bundle: Path, llama: Path) -> None:
+    """Greedy text with it is torch's own, and some of what it drafts is accepted."""
+    prompt = np.random.default_rng(3).integers(3, 259, 12)
+    with edgespec.load(bundle, spec=SpecParams(drafter="model", num_draft_tokens=2)) as engine:
+        stream = engine.generate(prompt.tolist(), SamplingParams(max_new_tokens=30, ignore_eos=True))
+        stream.text()
+        found, stats = list(stream.token_ids), stream.stats
+    tokens = prompt
+    for _ in range(30):
+        tokens = np.append(tokens, torch_logits(llama, tokens)[-1].argmax())
+    assert found == tokens[12:].tolist()
+    assert stats.drafted > 0
+
+
+def test_a_draft_of_another_target_is_refused(made: tuple[Path, Path, str, str], tmp_path: Path) -> None:
+    """Another width, or other tokens: it is said which model it belongs to."""
+    from edgespec.export import export_bundle
+
+    other = save_llama(tmp_path / "other", hidden_size=32, max_position_embeddings=64)
+    with pytest.raises(IncompatibleDraftError, match="embedding"):
+        export_bundle(str(other), tmp_path / "bundle", draft=str(made[0]))
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8").replace('"<|im_end|>"', '"<|other|>"'), encoding="utf-8")
+    with pytest.raises(IncompatibleDraftError, match="whose tokens"):
+        export_bundle(str(other), tmp_path / "bundle", draft=str(made[0]))
+
+
+def test_what_is_no_draft_is_left_alone(llama: Path, made: tuple[Path, Path, str, str], tmp_path: Path) -> None:
+    """A folder with something else is never replaced, and a draft only with --force."""
+    from edgespec.distill import distill
+
+    (tmp_path / "thing").write_text("mine", encoding="utf-8")
+    with pytest.raises(ExportError, match="left alone"):
+        distill(str(llama), tmp_path)
+    with pytest.raises(ExportError, match="--force"):
+        distill(str(llama), made[0])
