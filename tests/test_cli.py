@@ -73,6 +73,14 @@ def test_piped_stdin_is_a_document_beside_the_prompt(tiny_bundle: Path) -> None:
     assert cli("run", tiny_bundle, "-p", "Summarise", stdin="").stdout == answer_to(tiny_bundle, "Summarise")
 
 
+def test_endless_input_is_refused(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piped input that does not end where any context does is not read on; one line, a usage error."""
+    monkeypatch.setattr(documents, "_MAX_SIZE", 1 << 20)
+    result = CliRunner().invoke(main, ["run", str(tiny_bundle)], input="y\n" * (1 << 20))
+    assert result.exit_code == 2
+    assert "stdin is larger than 1 MiB: give a part of it" in result.stderr
+
+
 def test_files_are_documents(tiny_bundle: Path, tmp_path: Path) -> None:
     """Each --file stands before the prompt with its name; piped text comes last and has none."""
     (tmp_path / "a.txt").write_text("A\n", encoding="utf-8-sig")

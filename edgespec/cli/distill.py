@@ -17,17 +17,18 @@ from edgespec.cli.help import HELP
 if TYPE_CHECKING:
     from edgespec.distill import DistillReport
 
+_DEFAULT = Settings()
 _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 
 
 @click.command("distill", context_settings=HELP)
 @click.argument("target")
 @click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Draft.")
-@click.option("--layers", type=int, help="Of the draft.  [default: 3]")
+@option("--layers", text="Of the draft.", default=_DEFAULT.layers, type=int)
 @click.option("--width", type=int, help="Neurons of each layer's MLP.  [default: the target's]")
-@click.option("--head-size", type=int, help="Tokens that can be drafted.  [default: 8192]")
-@click.option("--tokens", type=int, help="That the target writes or reads.  [default: 2000000]")
-@click.option("--train-tokens", type=int, help="Most that are trained on.  [default: three times --tokens]")
+@option("--head-size", text="Tokens that can be drafted.", default=_DEFAULT.head_size, type=int)
+@option("--tokens", text="That the target writes or reads.", default=_DEFAULT.tokens, type=int)
+@click.option("--train-tokens", type=int, help="Most that are trained on.  [default: five times --tokens]")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -37,7 +38,7 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 @click.option(
     "--work", metavar="DIR", type=click.Path(path_type=Path), help="Texts and checkpoints.  [default: DIR.work]"
 )
-@click.option("--seed", type=int, help="Of everything random.  [default: 0]")
+@option("--seed", text="Of everything random.", default=_DEFAULT.seed, type=int)
 @click.option("--force", is_flag=True, help="Replace a draft that is there already.")
 def distill_command(target: str, out: Path, work: Path | None, force: bool, **options: Any) -> int:
     """Make a draft for a model out of what the model itself writes.
@@ -48,9 +49,9 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
     """
     # On a busy machine, threads that spin while they wait for each other make torch ten times slower. Read at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from edgespec.distill import Settings, distill
+    from edgespec.distill import distill
 
-    settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    settings = Settings(**options)
     with DistillProgress() as progress:
         report = distill(target, out, settings, work=work, overwrite=force, progress=progress)
     for line in summary(report):

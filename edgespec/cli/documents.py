@@ -15,7 +15,7 @@ import click
 from edgespec.cli import terminal
 from edgespec.errors import ConfigError
 
-_MAX_SIZE = 64 << 20  # bytes; no context takes in a fraction of it
+_MAX_SIZE = 8 << 20  # bytes; no context takes in more, and tokenising more takes gigabytes
 _PATIENCE = 2.0  # seconds without a first byte of stdin, after which we say what we are waiting for
 _LONG_PATIENCE = 8.0  # more seconds after which text beside a prompt is not waited for any longer
 
@@ -36,7 +36,7 @@ def read_file(path: Path) -> Document:
         OSError: it cannot be read.
     """
     if path.stat().st_size > _MAX_SIZE:
-        raise ConfigError(f"{path} is larger than {_MAX_SIZE >> 20} MiB: give a part of it")
+        raise _too_large(str(path))
     return Document(_decode(path.read_bytes(), str(path)), path.name)
 
 
@@ -47,7 +47,7 @@ def read_stdin(*, is_needed: bool) -> str | None:
         is_needed: wait for ever. Otherwise stdin may be a pipe that somebody forgot, into which nobody ever writes:
             after a while without a first byte we go on without it, and say so.
     Raises:
-        UsageError: it is no text.
+        UsageError: it is no text, or does not end where any context does.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
@@ -72,6 +72,10 @@ def compose(question: str, documents: Sequence[Document]) -> str:
     return "".join(parts) + question
 
 
+def _too_large(name: str) -> ConfigError:
+    return ConfigError(f"{name} is larger than {_MAX_SIZE >> 20} MiB: give a part of it")
+
+
 def _decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig").rstrip("\r\n")
@@ -86,7 +90,8 @@ class _Reader:
         self.has_begun = threading.Event()
         self._has_ended = threading.Event()
         self._chunks: list[bytes] = []
-        self._error: OSError | None = None
+        self._size = 0
+        self._error: OSError | ConfigError | None = None
         threading.Thread(target=self._work, name="edgespec-stdin", daemon=True).start()
 
     def data(self) -> bytes:
@@ -101,8 +106,11 @@ class _Reader:
         try:
             while chunk := self._read():
                 self._chunks.append(chunk)
+                self._size += len(chunk)
+                if self._size > _MAX_SIZE:
+                    raise _too_large("stdin")
                 self.has_begun.set()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._error = error
         self._has_ended.set()
         self.has_begun.set()

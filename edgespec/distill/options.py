@@ -17,7 +17,7 @@ class Settings:
         width: neurons of each layer's MLP, the most important ones of the target's; None keeps them all.
         head_size: tokens that can be drafted; the others have probability 0.
         tokens: that the target writes or reads, with its distributions kept.
-        train_tokens: most tokens that the draft is trained on, repetitions counted; None is three times `tokens`.
+        train_tokens: most tokens that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
         seed: of everything random.
         written: share of the tokens that the target writes; the rest is text that it reads.
@@ -34,14 +34,14 @@ class Settings:
         checkpoint_every: steps between checkpoints.
     """
 
-    layers: int = 3
+    layers: int = 4
     width: int | None = None
     head_size: int = 8192
     tokens: int = 2_000_000
     train_tokens: int | None = None
     prompts: Path | None = None
     seed: int = 0
-    written: float = 0.4
+    written: float = 0.5
     kept: int = 32
     write_rows: int = 64
     write_length: int = 256
@@ -53,7 +53,7 @@ class Settings:
     total_variation: float = 0.5
     search_steps: int = 20
     validate_every: int = 100
-    patience: int = 5
+    patience: int = 8
     checkpoint_every: int = 50
 
     def __post_init__(self) -> None:
@@ -69,4 +69,4 @@ class Settings:
     @property
     def budget(self) -> int:
         """Most tokens that are trained on."""
-        return 3 * self.tokens if self.train_tokens is None else self.train_tokens
+        return 5 * self.tokens if self.train_tokens is None else self.train_tokens

@@ -134,6 +134,7 @@ def _run(job: _Job, out: Path) -> DistillReport:
     teacher = Teacher(model, job.settings, vocab_size, job.machine)
     data = _make_data(job, teacher)
     heads = HeadMap(rank_head(data, vocab_size, head_size), vocab_size)
+    progress.note(f"the head has {_coverage(heads, data.check['written']):.1%} of what the target writes")
     found = baselines(data.train["written"], data.check["written"])
     progress.note(", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in found.items()))
     folder = _training_folder(job)
@@ -331,6 +332,11 @@ def _check_same(file: Path, key: dict[str, Any], what: str) -> None:
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != key:
         raise ConfigError(f"{file.parent} has {what}: name another working folder, or delete it")
     file.write_text(json.dumps(key), encoding="utf-8")
+
+
+def _coverage(heads: HeadMap, texts: Texts) -> float:
+    """Share of written tokens that the head has."""
+    return float((heads.columns[texts.tokens[:, 1:]] >= 0)[texts.weights > 0].mean())
 
 
 def _training_folder(job: _Job) -> Path:
