@@ -119,7 +119,11 @@ class Engine:
                 return loaded[info.path].fork(lender)
             path = self.bundle.path / info.path
             head = model_head(self.bundle, info)
-            return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
+            session = DecoderSession(
+                path, context_length=info.context_length, runtime=runtime, lender=lender, head=head
+            )
+            session.check(info)
+            return session
 
         target = open_model(self.bundle.manifest.target)
         self._sessions = [target]

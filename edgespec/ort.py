@@ -167,7 +167,7 @@ def open_session(path: Path, runtime: RuntimeParams) -> Any:
     ort = import_onnxruntime()
     provider = provider_name(runtime.provider)
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # errors are raised; warnings are for those who debug graphs
+    options.log_severity_level = 4  # what is wrong is raised
     if runtime.threads is not None:
         options.intra_op_num_threads = runtime.threads
     for key, value in _SPINNING[runtime.spinning].items():

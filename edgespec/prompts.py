@@ -84,7 +84,10 @@ class PromptMaker:
         """The text that the template makes of a conversation, with the header of the answer."""
         if self._template is None:
             raise ConfigError(f"{self._bundle.path} has no chat template: use generate() with plain text")
-        return self._template.render(messages, add_generation_prompt=True)
+        text = self._template.render(messages, add_generation_prompt=True)
+        if not text:
+            raise BundleError(f"{self._bundle.path}: the chat template gives no text for this conversation")
+        return text
 
     def from_messages(
         self, messages: Sequence[Message], params: SamplingParams, request: RequestParams, known: Sequence[Known] = ()
@@ -103,10 +106,8 @@ class PromptMaker:
         """The prompt of a continuation. Raises what `Engine.generate` says."""
         if request.overflow == "drop_oldest":
             raise ConfigError("plain text has no turns that could be dropped: use chat(), or `refuse` or `stop`")
-        if isinstance(text, str):
-            tokens = self._tokenizer.encode(text, add_special_tokens=True)
-        else:
-            tokens = np.asarray(text, np.int64).reshape(-1)
+        is_text = isinstance(text, str)
+        tokens = self._tokenizer.encode(str(text), add_special_tokens=True) if is_text else _token_ids(text)
         if not len(tokens):
             raise ConfigError("the prompt is empty: give it at least one token")
         vocab_size = self._bundle.manifest.target.vocab_size
@@ -146,6 +147,17 @@ class PromptMaker:
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         return None if params.grammar is None else self._grammars.compile(params.grammar)
+
+
+def _token_ids(ids: object) -> Tokens:
+    try:
+        tokens = np.asarray(ids)
+        is_whole = tokens.ndim == 1 and (np.issubdtype(tokens.dtype, np.integer) or not len(tokens))
+    except ValueError:  # lists of different lengths
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(f"the prompt is {type(ids).__name__!r}; it must be a text, or whole numbers in one row")
+    return tokens.astype(np.int64)
 
 
 def _read_template(bundle: Bundle) -> ChatTemplate | None:

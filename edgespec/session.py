@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.bundle import ModelInfo
 from edgespec.contracts import Interrupted, Rows, Tokens
-from edgespec.errors import ContextOverflowError, SessionError
+from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head, Spreader
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
@@ -63,7 +64,7 @@ class DecoderSession:
         session: Any = None,
         head: Head | None = None,
     ) -> None:
-        self.row_rule = row_rule
+        self._row_rule, self._length = row_rule, 0
         self.interrupt: Interrupt | None = None
         self._lender = lender
         self._path, self._runtime = path, runtime
@@ -92,7 +93,16 @@ class DecoderSession:
         self._logit_values: dict[int, Any] = {}  # by number of rows
         self._bound = (0, 0)
         self._tokens = np.empty(capacity, np.int64)
-        self._length = 0
+
+    @property
+    def row_rule(self) -> RowInvariance | None:
+        """The rule of exact mode. Changing it empties the cache: what was read under another rule is not the same."""
+        return self._row_rule
+
+    @row_rule.setter
+    def row_rule(self, rule: RowInvariance | None) -> None:
+        if rule != self._row_rule:
+            self._row_rule, self._length = rule, 0
 
     @property
     def vocab_size(self) -> int:
@@ -158,6 +168,23 @@ class DecoderSession:
             session=self.session,
             head=None if self._spread is None else self._spread.head,
         )
+
+    def check(self, info: ModelInfo) -> None:
+        """Compare what a manifest says of the graph with the graph.
+
+        Raises:
+            BundleError: they differ.
+        """
+        shapes = list(self.cache_shapes(0).values())
+        kind = "shared" if self.is_shared else "growing"
+        facts = {"cache": kind, "num_layers": len(shapes) // 2, "num_kv_heads": shapes[0][1], "head_dim": shapes[0][3]}
+        facts["vocab_size"] = self.vocab_size
+        for name, found in facts.items():
+            if getattr(info, name) != found:
+                raise BundleError(
+                    f"{self._path}: the manifest says {name} {getattr(info, name)} but the graph has {found}; "
+                    "export or copy the bundle again"
+                )
 
     @property
     def owns_cache(self) -> bool:

@@ -36,6 +36,7 @@ LAYERS = [
     [
         "fields",
         "head",
+        "bundle",
         "kv",
         "ort",
         "session",
@@ -44,7 +45,6 @@ LAYERS = [
         "tokens",
         "grammar",
         "chat",
-        "bundle",
         "state",
         "profile",
         "selfcheck",

@@ -161,3 +161,19 @@ def test_what_is_no_draft_is_left_alone(llama: Path, made: tuple[Path, Path, str
         distill(str(llama), tmp_path)
     with pytest.raises(ExportError, match="--force"):
         distill(str(llama), made[0])
+
+
+def test_the_time_left_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal, a line every half minute, reckoned from where this run took a step up."""
+    from edgespec.cli import distill as command
+
+    now = [100.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    with command.DistillProgress() as progress:
+        progress.step("training")
+        for fraction in (0.5, 0.55, 0.6, 0.7):
+            progress.advance(fraction)
+            now[0] += 20
+    lines = capsys.readouterr().err.splitlines()
+    # From 0.5 to 0.6 in 40 s: the other 0.4 take 160 s.
+    assert lines == ["training ...", "  training: 60%, about 3 min left"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import edgespec
 from edgespec import (
+    BundleError,
     BusyError,
     ConfigError,
     ContextOverflowError,
@@ -18,8 +21,9 @@ from edgespec import (
     SessionError,
     SpecParams,
 )
+from edgespec.bundle import list_files
 from edgespec.selfcheck import SelfCheck
-from tests.tiny import EOS, make_tiny_bundle, reference_logits, tiny_model, tiny_tokenizer
+from tests.tiny import EOS, make_tiny_bundle, reference_logits, rewrite_manifest, tiny_model, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 RENDERED = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
@@ -202,3 +206,33 @@ def test_concurrent_callers_get_their_answer_or_a_busy_error(tiny_pair: Path) ->
     assert len(outcomes) == 40
     assert "wrong" not in outcomes
     assert "right" in outcomes
+
+
+@pytest.mark.parametrize("wrong", [None, [1.5], [True], [[1, 2]], [[1], [1, 2]], b"text", {1: 2}], ids=str)
+def test_what_is_no_prompt_is_refused(tiny_bundle: Path, wrong: object) -> None:
+    """One line, not an id made of it."""
+    with edgespec.load(tiny_bundle) as engine, pytest.raises(ConfigError, match="it must be a text, or whole numbers"):
+        engine.generate(wrong).text()
+
+
+def test_a_template_that_says_nothing(tmp_path: Path) -> None:
+    """A conversation that renders to no text cannot be answered."""
+    make_tiny_bundle(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{# nothing #}")
+    rewrite_manifest(tmp_path, files={name: asdict(info) for name, info in list_files(tmp_path).items()})
+    with edgespec.load(tmp_path) as engine, pytest.raises(BundleError, match="gives no text"):
+        engine.chat(HELLO).text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_layers": 2}, {"num_kv_heads": 2}, {"head_dim": 4}, {"vocab_size": 400}, {"cache": "growing"}],
+    ids=str,
+)
+def test_a_manifest_that_contradicts_its_graph(tmp_path: Path, change: dict[str, object]) -> None:
+    """What the manifest says of a graph is compared with the graph."""
+    make_tiny_bundle(tmp_path)
+    target = json.loads((tmp_path / "edgespec.json").read_text())["target"]
+    rewrite_manifest(tmp_path, target=target | change)
+    with pytest.raises(BundleError, match=f"the manifest says {next(iter(change))}"):
+        edgespec.load(tmp_path)

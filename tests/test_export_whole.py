@@ -280,7 +280,8 @@ def test_a_figure_beyond_its_limit_or_not_a_number_fails(value: float, pair: tup
     check_module._enforce(good, check_module.LIMITS["fp32"], Path("target/model.onnx"))
     for name in ("mean_tv", "max_tv", "decode_tv", "verify_tv", "rollback_tv"):
         with pytest.raises(ExportError, match="target"):
-            check_module._enforce(replace(good, **{name: value}), check_module.LIMITS["fp32"], Path("target/model.onnx"))
+            bad = replace(good, **{name: value})
+            check_module._enforce(bad, check_module.LIMITS["fp32"], Path("target/model.onnx"))
 
 
 def test_the_api_is_the_pipelines() -> None:

@@ -26,15 +26,15 @@ def propose(drafter: HistoryDrafter, context: list[int], limit: int = 4) -> list
 
 def test_what_followed_in_earlier_texts_is_proposed(tmp_path: Path) -> None:
     """Across processes through the file, most frequent first, never beyond the end of a text."""
-    drafter = HistoryDrafter(tmp_path / "deep" / "texts.npy", 100, 4)
+    drafter = HistoryDrafter(tmp_path / "texts", 100, 4)
     assert propose(drafter, [1, 2]) == []
     for text in ([1, 2, 3, 4], [9, 1, 2, 5, 6], [1, 2, 3, 7]):
         drafter.learn(np.array(text))
-    again = HistoryDrafter(tmp_path / "deep" / "texts.npy", 100, 4)
+    again = HistoryDrafter(tmp_path / "texts", 100, 4)
     assert propose(again, [8, 1, 2]) == [3, 7]
     assert propose(again, [9, 1, 2]) == [5, 6]
     assert propose(again, [3, 4]) == []
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["texts.npy"]
+    assert [p.name for p in tmp_path.iterdir()] == ["texts"]
 
 
 def test_one_token_is_no_match() -> None:
@@ -47,39 +47,47 @@ def test_one_token_is_no_match() -> None:
 
 def test_the_oldest_texts_go_first(tmp_path: Path) -> None:
     """Memory and file are bounded."""
-    drafter = HistoryDrafter(tmp_path / "texts.npy", 10**6, 4, capacity=50)
+    drafter = HistoryDrafter(tmp_path / "texts", 10**6, 4, capacity=50)
     for start in range(0, 1000, 20):
         drafter.learn(np.arange(start, start + 20))
     assert len(drafter) == 50
     assert propose(drafter, [990, 991]) == [992, 993, 994, 995]
     assert propose(drafter, [2, 3]) == []
-    assert (tmp_path / "texts.npy").stat().st_size < 50 * 4 + 200
+    assert (tmp_path / "texts").stat().st_size < 50 * 4 + 200
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"garbage", b"\x93NUMPY\x01\x00", "float", "large id", "too long"], ids=lambda c: str(c)
+    ("content", "message"),
+    [
+        (b"# My notes\n", "is no history of edgespec"),
+        (b"", "is no history of edgespec"),
+        (b"edgespec history 1\n\0\1\0", "is no history of edgespec"),
+        (b"edgespec history 1\n\0" + bytes(4 * 501), "is no history of edgespec"),
+        (b"edgespec history 1\n\0" + (100).to_bytes(4, "little"), "belongs to another vocabulary"),
+        (b"edgespec history 1\n\0" + (-2).to_bytes(4, "little", signed=True), "belongs to another vocabulary"),
+    ],
+    ids=range(6),
 )
-def test_a_damaged_file_is_not_used(tmp_path: Path, content: bytes | str) -> None:
-    """Whatever is in it: nothing is proposed, nothing fails, and the next answer replaces it."""
-    path = tmp_path / "texts.npy"
-    arrays = {
-        "float": np.zeros(4),
-        "large id": np.array([1, 2, 100], np.int32),
-        "too long": np.zeros(10_000, np.int32),
-    }
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        np.save(path, arrays[content])
-    drafter = HistoryDrafter(path, 100, 4, capacity=500)
-    assert len(drafter) == 0
-    drafter.learn(np.array([1, 2, 3]))
-    assert propose(HistoryDrafter(path, 100, 4, capacity=500), [1, 2]) == [3]
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes, message: str) -> None:
+    """Whatever is in it: one line, and the file is as it was."""
+    path = tmp_path / "README.md"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        HistoryDrafter(path, 100, 4, capacity=500)
+    assert path.read_bytes() == content
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, tiny_bundle: Path) -> None:
+    """A folder, or a file in a folder that is not there: before anything is answered, and nothing is created."""
+    for path in (tmp_path, tmp_path / "none" / "texts"):
+        with pytest.raises(ConfigError, match="choose another"):
+            edgespec.load(tiny_bundle, spec=SpecParams(history=path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_with_a_history_gives_the_same_text(tiny_pair: Path, tmp_path: Path) -> None:
     """The second time the same is asked the drafts come from the first answer; the text stays the target's."""
-    spec = SpecParams(drafter="history", history=tmp_path / "texts.npy", num_draft_tokens=4)
+    spec = SpecParams(drafter="history", history=tmp_path / "texts", num_draft_tokens=4)
     with edgespec.load(tiny_pair, spec=spec) as engine:
         first = engine.chat(HELLO, LONG)
         text = first.text()

@@ -188,6 +188,17 @@ def test_exact_mode_never_calls_with_one_row(graph: Path, monkeypatch: pytest.Mo
         assert len(session.tokens) == 19
 
 
+def test_another_rule_empties_the_cache(graph: Path) -> None:
+    """What was read under one rule is not what would have been read under another."""
+    session = DecoderSession(graph, context_length=200, runtime=SMALL)
+    session.forward(np.arange(5), 1)
+    session.row_rule = None
+    assert len(session.tokens) == 5
+    session.row_rule = ">=2"
+    assert len(session.tokens) == 0
+    assert session.sync(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
 def test_padding_obeys_the_rule() -> None:
     """Dummy rows by rule and width."""
     assert [padding(n, None) for n in (1, 2, 3)] == [0, 0, 0]

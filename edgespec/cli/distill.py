@@ -13,6 +13,8 @@ import click
 
 from edgespec.cli import terminal
 from edgespec.cli.help import HELP
+from edgespec.cli.options import option
+from edgespec.distill.options import Settings
 
 if TYPE_CHECKING:
     from edgespec.distill import DistillReport
@@ -47,7 +49,7 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
     installed packages; a few of its layers are trained to agree with it. A run that was ended goes on where it was
     when it is started again. `edgespec export TARGET --draft DIR` then makes a bundle of both.
     """
-    # On a busy machine, threads that spin while they wait for each other make torch ten times slower. Read at its import.
+    # Where cores are shared, threads that spin while waiting make torch ten times slower. Read when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from edgespec.distill import distill
 

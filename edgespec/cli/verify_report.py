@@ -161,7 +161,7 @@ def _failures(report: Report) -> Iterator[str]:
         if not fit.passed:
             yield f"{fit.kind} ({fit.setting}, {fit.drafter}, corrected p {fit.corrected_p:.1g})"
     if report.untested:
-        yield "something was not tested"
+        yield "there was no time to test everything: give it more (--budget)"
 
 
 def draw(report: Report, path: Path) -> None:

@@ -12,11 +12,13 @@ import numpy as np
 
 from edgespec.contracts import Drafter, GoesOn, Tokens
 from edgespec.drafters.ngram import look_up
+from edgespec.errors import ConfigError
 from edgespec.noise import Noise
 from edgespec.shaper import Shaper
 from edgespec.state import write_atomically
 from edgespec.verify import EMPTY_DRAFT, Draft
 
+_MAGIC = b"edgespec history 1\n\0"  # a multiple of 4 bytes; then ids as little-endian int32
 _SEPARATOR = -1  # between texts: no token, so that nothing matches across it
 
 
@@ -24,11 +26,13 @@ class HistoryDrafter(Drafter):
     """Proposes what followed the end of the text in earlier texts.
 
     Args:
-        path: file that the texts are kept in; `None` keeps them in memory only. A file that is damaged, or of another
-            vocabulary, is not used and is replaced at the next `save`.
+        path: file that the texts are kept in; `None` keeps them in memory only. A file that is there and is not one of
+            ours is left alone.
         vocab_size: ids in the file must be below.
         capacity: most tokens that are kept; the oldest go first. Looking through 250,000 takes about 0.05 ms.
         max_ngram: longest suffix looked for, in tokens.
+    Raises:
+        ConfigError: `path` is something else, or of another vocabulary, or cannot be read or written.
     """
 
     def __init__(self, path: Path | None, vocab_size: int, max_ngram: int, capacity: int = 250_000) -> None:
@@ -60,26 +64,29 @@ class HistoryDrafter(Drafter):
         Raises:
             OSError: the file cannot be written.
         """
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        tokens = self._tokens.astype(np.int32)
-        write_atomically(self.path, lambda file: np.save(file, tokens, allow_pickle=False))
+        if self.path is not None:
+            content = _MAGIC + self._tokens.astype("<i4").tobytes()
+            write_atomically(self.path, lambda file: file.write(content))
 
 
 def _read(path: Path | None, vocab_size: int, capacity: int) -> Tokens:
-    nothing = np.empty(0, np.int64)
-    # Checked before anything is allocated: 4 bytes a token and a short header.
-    if path is None or not path.is_file() or path.stat().st_size > 4 * capacity + 4096:
-        return nothing
+    """The texts of a file, none where there is no file yet."""
+    if path is None:
+        return np.empty(0, np.int64)
     try:
-        tokens = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return nothing
-    fits = tokens.ndim == 1 and tokens.dtype == np.int32
-    if not fits or (len(tokens) and (tokens.min() < _SEPARATOR or tokens.max() >= vocab_size)):
-        return nothing
-    return np.asarray(tokens, np.int64)
+        if not path.exists():
+            write_atomically(path, lambda file: file.write(_MAGIC))  # found out now, not after the first answer
+        # Checked before anything is read: 4 bytes a token.
+        is_ours = path.is_file() and path.stat().st_size <= len(_MAGIC) + 4 * capacity
+        content = path.read_bytes() if is_ours else b""
+    except OSError as error:
+        raise ConfigError(f"history {path}: {error.strerror or error}; choose another file") from error
+    if not content.startswith(_MAGIC) or len(content) % 4:
+        raise ConfigError(f"history {path} is there and is no history of edgespec: choose another name")
+    tokens = np.frombuffer(content, "<i4", offset=len(_MAGIC)).astype(np.int64)
+    if len(tokens) and (tokens.min() < _SEPARATOR or tokens.max() >= vocab_size):
+        raise ConfigError(f"history {path} belongs to another vocabulary: choose one file for each model")
+    return tokens
 
 
 def _cut_at_separator(draft: Draft) -> Draft:

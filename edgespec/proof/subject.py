@@ -17,6 +17,7 @@ from edgespec.invariance import measure_row_invariance
 from edgespec.params import Grammar, RowInvariance, RuntimeParams
 from edgespec.session import DecoderSession
 from edgespec.shaper import Constraint
+from edgespec.speculation import resolve_runtime
 from edgespec.tokens import Tokenizer
 
 # Prompt lookup finds what followed the last time, and a model is not sure that it follows again.
@@ -70,6 +71,7 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
     """
     bundle = read_bundle(path, verify_hashes=runtime.verify_hashes)
     manifest = bundle.manifest
+    runtime = resolve_runtime(runtime, manifest, has_draft=with_draft and manifest.draft is not None)
     tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
     check_vocab(manifest, tokenizer.vocab_size)
 
