@@ -64,7 +64,9 @@ def main() -> None:
         got = answer(engines[name], prompt, params)
         same_tokens = [t for t, _ in got] == [t for t, _ in expected]
         row = {"family": family, "variant": name, "tokens": len(expected)}
-        rows.append(row | {"equal_tokens": same_tokens, "equal_to_the_last_bit": got == expected})
+        gap = max((abs(a[1] - b[1]) for a, b in zip(got, expected, strict=False)), default=0.0)
+        result = {"equal_tokens": same_tokens, "equal_to_the_last_bit": got == expected, "largest_gap": gap}
+        rows.append(row | result)
         print(len(rows), rows[-1], f"{time.time() - started:.0f} s", flush=True)
     different = [r for r in rows if not r["equal_to_the_last_bit"]]
     print(f"{options.bundle} rule {plain.row_rule}: {len(different)} of {len(rows)} differ")

@@ -18,7 +18,7 @@ import numpy as np
 from common import write_jsonl
 
 import edgespec
-from edgespec import Engine, GenerationStats, RuntimeParams, SamplingParams, SpecParams
+from edgespec import Engine, GenerationStats, RequestParams, RuntimeParams, SamplingParams, SpecParams
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
 
@@ -36,17 +36,16 @@ class _Timed:
     def __init__(self, session: Any, watch: Stopwatch) -> None:
         self._session, self._watch = session, watch
 
-    def run_with_iobinding(self, binding: Any) -> None:
+    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
         started = time.perf_counter()
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(binding, options)
         self._watch.seconds += time.perf_counter() - started
 
 
 def rounds(engine: Engine, params: SamplingParams, num_draft_tokens: int) -> list[float]:
     """Seconds outside the sessions of every full round."""
     watch = Stopwatch(engine)
-    text = engine._template.render([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
-    prompt = engine.tokenizer.encode(text, add_special_tokens=False)
+    prompt = engine.prompts.from_messages([{"role": "user", "content": PROMPT}], params, RequestParams()).tokens
     outside = []
     steps = engine._decoder.generate(prompt, params, GenerationStats())
     while True:

@@ -1,5 +1,9 @@
 """`python -m edgespec`."""
 
-from edgespec.cli import main
+import sys
 
+try:
+    from edgespec.cli import main
+except KeyboardInterrupt:
+    sys.exit(130)
 main()

@@ -108,6 +108,8 @@ def _gather(values: _Rows, mask: NDArray[np.bool_], fill: float) -> tuple[NDArra
     """Values where `mask` holds, moved to the left of each row: flat cells, their new flat cells, the new rows."""
     num_rows, width = values.shape
     cells = np.flatnonzero(mask)
+    if num_rows == 1 and len(cells):  # a draft step: nothing to align
+        return cells, np.arange(len(cells)), values[:, cells]
     starts = np.searchsorted(cells, np.arange(num_rows + 1) * width)
     counts = np.diff(starts)
     most = max(int(counts.max()), 1)
@@ -215,11 +217,21 @@ def _edge(scores: _Rows, weights: _Rows, wanted: _Rows) -> _Rows:
 
 
 def _sorted_edge(scores: _Rows, weights: _Rows, wanted: _Rows) -> _Rows:
+    if scores is weights:  # sorting values is several times faster than sorting places
+        descending = np.sort(weights, axis=1)[:, ::-1]
+        last = _num_before(descending, wanted)
+        edge: _Rows = descending[np.arange(len(last)), last][:, None]
+        return edge
     order = np.argsort(-scores, axis=1)
-    descending = np.take_along_axis(weights, order, axis=1)
+    last = _num_before(np.take_along_axis(weights, order, axis=1), wanted)
+    return np.take_along_axis(scores, np.take_along_axis(order, last[:, None], axis=1), axis=1)
+
+
+def _num_before(descending: _Rows, wanted: _Rows) -> NDArray[np.intp]:
+    """Place of the last token that stays, best first: shape (rows,)."""
     before = np.cumsum(descending, axis=1, dtype=np.float64) - descending
-    last = np.maximum((before < wanted[:, None]).sum(axis=1, keepdims=True), 1) - 1
-    return np.take_along_axis(scores, np.take_along_axis(order, last, axis=1), axis=1)
+    places: NDArray[np.intp] = np.maximum((before < wanted[:, None]).sum(axis=1), 1) - 1
+    return places
 
 
 def _bracket(scores: _Rows, weights: _Rows, wanted: _Rows, width: int) -> tuple[_Rows, _Rows]:

@@ -281,9 +281,7 @@ def _sessions(
             lender = target if can_share_cache(manifest) else None
             info = manifest.draft
             path, head = bundle.path / info.path, model_head(bundle, info)
-            draft = DecoderSession(
-                path, context_length=info.context_length, runtime=runtime, lender=lender, head=head
-            )
+            draft = DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
             stack.callback(draft.close)
         yield target, draft
 

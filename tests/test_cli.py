@@ -93,6 +93,18 @@ def test_files_are_documents(tiny_bundle: Path, tmp_path: Path) -> None:
     assert cli("run", tiny_bundle, *files, stdin="Why?").stdout == answer_to(tiny_bundle, first + "Why?")
 
 
+def test_files_that_are_no_documents(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without text is a mistake, and one without end, which has no size, is not read to it."""
+    (tmp_path / "blank").write_text(" \n", encoding="utf-8")
+    for name in (tmp_path / "blank", os.devnull):
+        assert f"{name} is empty" in error_line(cli("run", tiny_bundle, "-p", "x", "--file", name), 2)
+    monkeypatch.setattr(documents, "_MAX_SIZE", 1 << 10)
+    (tmp_path / "long").write_text("x" * 1025, encoding="utf-8")
+    endless = ["/dev/zero"] if Path("/dev/zero").exists() else []
+    for name in (tmp_path / "long", *endless):
+        assert f"{name} is larger than" in error_line(cli("run", tiny_bundle, "-p", "x", "--file", name), 2)
+
+
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_pipe_into_which_nobody_writes(is_needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where stdin is open and nothing comes, a line says so; beside a prompt it is not waited for any longer."""

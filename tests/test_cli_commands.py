@@ -38,6 +38,7 @@ def test_stats_and_system(chat: Chat, capsys: Capture) -> None:
         assert text in err
     assert err.count("system prompt: Be brief.") == 2
     assert re.search(r"context +\d+ of 512 tokens", err)
+    assert re.search(r"^read_tokens +\d+, of the prompt: read by now, cached ones included$", err, re.MULTILINE)
     assert session.stats[0].prompt_tokens > len("Be brief.hi")
 
 
@@ -91,11 +92,14 @@ def test_undo_and_retry(chat: Chat, capsys: Capture) -> None:
     first = [dict(m) for m in session.conversation.messages]
     chat("/retry", session=session)
     assert session.conversation.messages == first
-    assert "the answer comes out the same" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the answer comes out the same: try `/set temperature 0.8`\n" in err
     chat("/set temperature 40", "/retry", session=session)
     assert session.conversation.messages[0] == first[0]
     assert session.conversation.messages[1] != first[1]
     assert "the answer comes out the same" not in capsys.readouterr().err
+    chat("/set seed 3", "/retry", session=session)
+    assert "the answer comes out the same: try `/set seed none`\n" in capsys.readouterr().err
 
 
 def test_a_failed_retry_keeps_the_answer(chat: Chat) -> None:

@@ -7,9 +7,11 @@ import re
 import sys
 from pathlib import Path
 
+import click
 import jsonschema
 import pytest
 
+from edgespec.cli import COMMANDS, main
 from tests.test_cli import cli, error_line, expected, words
 from tests.tiny import make_tiny_bundle
 
@@ -93,6 +95,56 @@ def test_bad_values_are_one_line(
     (tmp_path / "latin.json").write_bytes(b"\xff{}")
     monkeypatch.chdir(tmp_path)
     assert reason in error_line(cli("run", tiny_bundle, "-p", "x", *words(options)), 2)
+
+
+FLOATS = [
+    (name, option.opts[0])
+    for name in COMMANDS
+    for option in main.get_command(click.Context(main), name).params  # type: ignore[union-attr]
+    if isinstance(option, click.Option)
+    and (isinstance(option.type, type(click.FLOAT)) or option.name in ("budget", "logit_bias"))
+]
+
+
+def test_all_options_that_are_numbers_are_found() -> None:
+    """The list below has the commands that take any."""
+    assert {name for name, _ in FLOATS} >= {"run", "verify", "plan", "tune", "bench"}
+    assert ("run", "--temperature") in FLOATS
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "9" * 400])
+@pytest.mark.parametrize(("name", "flag"), FLOATS, ids=" ".join)
+def test_numbers_are_finite(tiny_pair: Path, tmp_path: Path, name: str, flag: str, value: str) -> None:
+    """No command takes for a number what is none or has no end: one line, and exit code 2."""
+    value = f"5={value}" if flag == "--logit-bias" else value
+    args = ["--alpha", 0.5, "--cost-ratio", 0.1] if name == "plan" else [tiny_pair]
+    args += ["--output", tmp_path / "trials"] if name == "bench" else ["-p", "x"] if name == "run" else []
+    error_line(cli(name, *args, flag, value), 2)
+
+
+PATHS = [
+    (name, option.opts[0] if isinstance(option, click.Option) else "")
+    for name in COMMANDS
+    for option in main.get_command(click.Context(main), name).params  # type: ignore[union-attr]
+    if isinstance(option.type, click.Path) or option.name in ("source", "draft", "target")
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), PATHS, ids=" ".join)
+def test_an_empty_name_is_no_folder(tiny_bundle: Path, name: str, flag: str) -> None:
+    """A shell variable that is not set does not stand for the current folder, in any command."""
+    needed = {"plan": ["--alpha", 0.5, "--cost-ratio", 0.1]}
+    needed |= {key: ["-o", "x", *(["x"] if flag else [])] for key in ("export", "import", "distill")}
+    args = needed.get(name, [tiny_bundle] if flag else [])
+    assert "is empty" in error_line(cli(name, *args, *([flag] if flag else []), ""), 2)
+
+
+def test_a_history_needs_a_file(tiny_bundle: Path, tmp_path: Path) -> None:
+    """The drafter of earlier answers without their file says which option gives it; with it, the file is made."""
+    args = ("run", tiny_bundle, "-p", "x", "--max-new-tokens", 4, "--drafter", "history")
+    assert "give --history FILE" in error_line(cli(*args), 2)
+    assert cli(*args, "--history", tmp_path / "h").exit_code == 0
+    assert (tmp_path / "h").stat().st_size > 8
 
 
 def test_without_the_extra(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +62,24 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_impossible_values() -> None:
-    """A probability is between 0 and 1, a cost not negative."""
-    for bad in (("--alpha", 1.2, "--cost-ratio", 0.1), ("--alpha", 0.5, "--cost-ratio", -1), ("--alpha", 0.5)):
-        assert plan(*bad).exit_code == 2
+    """A probability is between 0 and 1, a cost not negative, and neither is endless or no number at all."""
+    good = {"--alpha": "0.5", "--cost-ratio": "0.1", "--row-cost": "0.1"}
+    for name in good:
+        for value in ("-1", "nan", "-nan", "inf", "-inf", "1e308", "x", ""):
+            args = [text for pair in (good | {name: value}).items() for text in pair]
+            result = plan(*args)
+            assert (result.exit_code, result.stdout) == (2, ""), args
+            assert result.stderr.count("\n") == 1
+            assert name in result.stderr
+    assert plan("--alpha", 0.5).exit_code == 2
+
+
+@pytest.mark.parametrize("alpha", [0, 1e-320, 0.5, 1])
+@pytest.mark.parametrize("cost_ratio", [0, 1e-320, 1000])
+@pytest.mark.parametrize("row_cost", [0, 1000])
+def test_the_ends_of_the_ranges_give_numbers(alpha: float, cost_ratio: float, row_cost: float) -> None:
+    """No figure of the table, of JSON or of the remarks is endless or no number."""
+    args = ("--alpha", alpha, "--cost-ratio", cost_ratio, "--row-cost", row_cost)
+    for result in (plan(*args), plan(*args, "--json")):
+        assert result.exit_code == 0
+        assert not re.search(r"\b(inf|nan|Infinity|NaN)", result.stdout)

@@ -16,7 +16,9 @@ import pytest
 
 import edgespec
 from edgespec import ort
+from edgespec.bundle import cache_dir
 from edgespec.cli import terminal
+from edgespec.cli.errors import one_line
 from edgespec.cli.interrupt import stop_on_interrupt
 from tests.test_cli import cli, error_line, expected
 from tests.tiny import make_tiny_bundle, rewrite_manifest
@@ -37,11 +39,21 @@ def test_info_shows_versions_and_the_bundle(tiny_pair: Path) -> None:
 
 
 def test_info_shows_what_the_export_measured(tiny_bundle: Path, tmp_path: Path) -> None:
-    """The figures of the export's check are a line each, with three digits."""
+    """The figures that people read, in few short lines; all of them are in the JSON."""
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
-    rewrite_manifest(bundle, check={"target": {"mean_tv": 0.0523270, "rows": 60}, "machine": "x86"})
-    lines = cli("info", bundle).stdout.splitlines()
-    assert lines[-2:] == ["checked    target: mean_tv 0.0523, rows 60", "checked    machine: x86"]
+    figures = {"mean_tv": 0.0523270, "max_tv": 0.16, "top1": 0.92381, "perplexity": 18.848, "rows": 60}
+    check = {"target": figures | {"original_perplexity": 18.321}, "target_probe": {"rows": [[[30, 0.04]] * 500]}}
+    check |= {"draft": {"top1": "x", "mean_tv": float("nan"), "perplexity": 10**400}, "draft_unfused": "no attention"}
+    rewrite_manifest(bundle, check=check | {"pair_overlap": 0.62107, "target_steps": {"ms": {"1": 9.0}}})
+    assert cli("info", bundle).stdout.splitlines()[-3:] == [
+        "checked    target: total variation to the original 0.052 on average, 0.16 at most, same first choice 92.4%, "
+        "perplexity 18.85, of the original 18.32",
+        "checked    draft: not fused: no attention",
+        "checked    pair: they agree on 62.1% of the probability",
+    ]
+    assert json.loads(cli("info", bundle, "--json").stdout)["bundle"]["manifest"]["check"]["target_probe"]
+    rewrite_manifest(bundle, check={"target": 1, "draft": [], "pair_overlap": "much", "target_unfused": 2})
+    assert cli("info", bundle).stdout.splitlines()[-1] == "draft      none"
 
 
 def test_info_without_a_bundle(tiny_bundle: Path, empty_cache: Path) -> None:
@@ -81,10 +93,24 @@ def test_help_version_and_unknown_command() -> None:
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    """With --debug the exception itself comes out."""
+    """With --debug the traceback comes before the message, and the exit code is the same."""
     result = cli("--debug", "info", tmp_path / "absent")
-    assert isinstance(result.exception, edgespec.BundleError)
+    lines = result.stderr.splitlines()
+    assert (result.exit_code, lines[0]) == (1, "Traceback (most recent call last):")
+    assert lines[-1].startswith("edgespec.errors.BundleError: ")
     assert "is not a folder" in error_line(cli("info", tmp_path / "absent"), 1)
+
+
+def test_a_cache_folder_of_ones_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache folder cannot be, and a variable names it, the message says so; elsewhere it does not."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("EDGESPEC_CACHE", str(tmp_path / "file"))
+    inside = NotADirectoryError(20, "Not a directory", str(tmp_path / "file" / "bundles"))
+    assert one_line(inside) == f"{inside.filename}: Not a directory; the variable EDGESPEC_CACHE names the cache folder"
+    assert one_line(FileNotFoundError(2, "No such file", str(tmp_path))) == f"{tmp_path}: No such file"
+    assert one_line(OSError(28, "Disk full")) == "the system: Disk full"
+    monkeypatch.setenv("EDGESPEC_CACHE", "")
+    assert "EDGESPEC_CACHE" not in one_line(NotADirectoryError(20, "Not a directory", str(cache_dir() / "bundles")))
 
 
 def test_a_bug_is_told_as_one(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

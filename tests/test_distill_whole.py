@@ -177,3 +177,11 @@ def test_the_time_left_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     lines = capsys.readouterr().err.splitlines()
     # From 0.5 to 0.6 in 40 s: the other 0.4 take 160 s.
     assert lines == ["training ...", "  training: 60%, about 3 min left"]
+
+
+def test_the_last_point_of_the_curve_is_the_result(made: tuple[Path, Path, str, str]) -> None:
+    """What the closing lines say is what the card's curve ends with."""
+    _, killed, out, _ = made
+    last = json.loads((killed / "training.json").read_text(encoding="utf-8"))[-1]
+    assert "/".join(f"{value:.3f}" for value in last["greedy"]) in out
+    assert f"| {last['tokens']:,} |" in (killed / "README.md").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from edgespec import __version__
 from edgespec.cli.errors import exit_code
 from edgespec.cli.help import HELP
 from edgespec.cli.terminal import prepare_streams
+from edgespec.errors import EdgespecError
 
 # name -> module, attribute, help in the list of commands
 COMMANDS = {
@@ -55,14 +56,13 @@ class _Cli(click.Group):
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> NoReturn:
         self.debug = False
-        prepare_streams()
         try:
+            if not prepare_streams():
+                raise EdgespecError("stdout is closed; `> /dev/null` (Windows: `> NUL`) says that nobody wants it")
             code = super().main(args, "edgespec", **extra | {"standalone_mode": False})
             sys.stdout.flush()
-        except Exception as error:  # every end of a command but the good one
-            if self.debug:
-                raise
-            code = exit_code(error)
+        except (Exception, KeyboardInterrupt) as error:  # every end of a command but the good one
+            code = exit_code(error, debug=self.debug)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -23,7 +23,7 @@ from edgespec.cli import tables, terminal
 from edgespec.cli.bench_figures import draw
 from edgespec.cli.bench_report import write_report
 from edgespec.cli.help import HELP
-from edgespec.cli.options import option, params_of
+from edgespec.cli.options import NamedPath, option, params_of
 from edgespec.cli.progress import progress
 from edgespec.cli.run import ensure_default_bundle
 from edgespec.errors import ConfigError
@@ -61,8 +61,8 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 
 
 @click.command("bench", context_settings=HELP)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@option("--prompts", text="Folder of FAMILY.jsonl files.  [default: a few that come along]", type=Path)
+@click.argument("bundle", required=False, type=NamedPath())
+@option("--prompts", text="Folder of FAMILY.jsonl files.  [default: a few that come along]", type=NamedPath())
 @option("--families", text="Only these.", type=_Names())
 @option("--limit", text="Prompts of each family.", default=8, type=click.IntRange(1))
 @option("--repetitions", text="Passes over all prompts.", default=_PLAN.repetitions, type=click.IntRange(1))
@@ -80,8 +80,8 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 @option("--peer-python", text="Python that has them installed.  [default: this one]", metavar="PATH")
 @option("--peer-model", text="Model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
 @option("--peer-draft", text="Draft model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
-@option("--output", "-o", text="Trials, a JSON object a line.  [default: in the cache]", type=Path)
-@option("--plot", text="Draw the figures to this file.", type=click.Path(path_type=Path, dir_okay=False))
+@option("--output", "-o", text="Trials, a JSON object a line.  [default: in the cache]", type=NamedPath())
+@option("--plot", text="Draw the figures to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
 def bench_command(bundle: Path | None, as_json: bool, plot: Path | None, **options: Any) -> None:
     """Measure what drafting gains on this machine.

@@ -19,7 +19,8 @@ def chat_loop(session: ChatSession, read: Read | None = None) -> int:
     """
     engine = session.conversation.engine
     read = read or reader(cache_dir() / "chat_history", [f"/{name}" for name in COMMANDS])
-    terminal.note(f"{engine.bundle.manifest.name}, drafter {engine.drafter}; /help for commands, /exit to leave")
+    name = terminal.clean_line(engine.bundle.manifest.name)
+    terminal.note(f"{name}, drafter {engine.drafter}; /help for commands, /exit to leave")
     for document in session.documents:
         terminal.note(f"{document.name} goes with the first question: {engine.count_tokens(document.text)} tokens")
     while (line := _next_text(read)) is not None:

@@ -64,7 +64,8 @@ class ChatSession:
         if index is None:
             raise ConfigError("nothing has been asked yet")
         if self.params.is_greedy or self.params.seed is not None:
-            terminal.note("so set, the answer comes out the same: try `/set temperature 0.8` or `/set seed none`")
+            remedy = "temperature 0.8" if self.params.is_greedy else "seed none"
+            terminal.note(f"so set, the answer comes out the same: try `/set {remedy}`")
         chat.edit(index, before[index]["content"])
         if not self._answer(lambda request: chat.reply(self.params, request)):
             chat.messages[:] = before

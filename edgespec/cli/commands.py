@@ -24,6 +24,13 @@ class Command:
     obey: Callable[[ChatSession, str], None]
 
 
+# What names of counters leave open.
+_MEANINGS = {
+    "cached_tokens": ", of the prompt: read for earlier answers",
+    "read_tokens": ", of the prompt: read by now, cached ones included",
+}
+
+
 class _Leave(Exception):
     """Not an error: the user wants to go."""
 
@@ -76,7 +83,7 @@ def _stats(session: ChatSession, argument: str) -> None:
         terminal.note("nothing has been answered yet")
         return
     for name, value in session.stats[-1].as_dict().items():
-        terminal.note(f"{name:16} {_figure(value)}")
+        terminal.note(f"{name:16} {_figure(value)}{_MEANINGS.get(name, '')}")
     conversation = session.conversation
     terminal.note(f"{'context':16} {conversation.count_tokens()} of {conversation.engine.context_length} tokens")
     terminal.note(f"whole chat: {len(session.stats)} answers, {terminal.footer(session.total(), None)}")

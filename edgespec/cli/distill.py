@@ -13,7 +13,7 @@ import click
 
 from edgespec.cli import terminal
 from edgespec.cli.help import HELP
-from edgespec.cli.options import option
+from edgespec.cli.options import NamedPath, NamedSource, option
 from edgespec.distill.options import Settings
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 
 
 @click.command("distill", context_settings=HELP)
-@click.argument("target")
-@click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Draft.")
+@click.argument("target", type=NamedSource())
+@click.option("-o", "--output", "out", required=True, metavar="DIR", type=NamedPath(), help="Draft.")
 @option("--layers", text="Of the draft.", default=_DEFAULT.layers, type=int)
 @click.option("--width", type=int, help="Neurons of each layer's MLP.  [default: the target's]")
 @option("--head-size", text="Tokens that can be drafted.", default=_DEFAULT.head_size, type=int)
@@ -33,13 +33,11 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 @click.option("--train-tokens", type=int, help="Most that are trained on.  [default: five times --tokens]")
 @click.option(
     "--prompts",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=NamedPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="A prompt on each line, for half of the conversations.",
 )
-@click.option(
-    "--work", metavar="DIR", type=click.Path(path_type=Path), help="Texts and checkpoints.  [default: DIR.work]"
-)
+@click.option("--work", metavar="DIR", type=NamedPath(), help="Texts and checkpoints.  [default: DIR.work]")
 @option("--seed", text="Of everything random.", default=_DEFAULT.seed, type=int)
 @click.option("--force", is_flag=True, help="Replace a draft that is there already.")
 def distill_command(target: str, out: Path, work: Path | None, force: bool, **options: Any) -> int:
@@ -57,7 +55,7 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
     with DistillProgress() as progress:
         report = distill(target, out, settings, work=work, overwrite=force, progress=progress)
     for line in summary(report):
-        click.echo(line)
+        terminal.write(f"{line}\n")
     return 0
 
 

@@ -32,12 +32,17 @@ def read_file(path: Path) -> Document:
     """A file as a document.
 
     Raises:
-        ConfigError: it is too large or no text.
+        ConfigError: it is too large, empty, or no text.
         OSError: it cannot be read.
     """
-    if path.stat().st_size > _MAX_SIZE:
+    with path.open("rb") as stream:  # a device or pipe does not say how large it is
+        data = stream.read(_MAX_SIZE + 1)
+    if len(data) > _MAX_SIZE:
         raise _too_large(str(path))
-    return Document(_decode(path.read_bytes(), str(path)), path.name)
+    text = _decode(data, str(path))
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: name a file with text, or leave it out")
+    return Document(text, path.name)
 
 
 def read_stdin(*, is_needed: bool) -> str | None:

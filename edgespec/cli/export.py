@@ -11,6 +11,7 @@ import click
 from edgespec.bundle import ModelInfo
 from edgespec.cli import terminal
 from edgespec.cli.help import HELP
+from edgespec.cli.options import NamedPath, NamedSource
 
 if TYPE_CHECKING:
     from edgespec.export import ExportReport
@@ -19,9 +20,11 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
 
 
 @click.command("export", context_settings=HELP)
-@click.argument("source")
-@click.option("-o", "--output", "out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="Bundle.")
-@click.option("--draft", metavar="SOURCE", help="Draft model, a source as well, or none.  [default: none]")
+@click.argument("source", type=NamedSource())
+@click.option("-o", "--output", "out", required=True, metavar="DIR", type=NamedPath(), help="Bundle.")
+@click.option(
+    "--draft", metavar="SOURCE", type=NamedSource(), help="Draft model, a source as well, or none.  [default: none]"
+)
 @click.option(
     "--precision", type=_PRECISIONS, help="Of the weights.  [default: auto: int8 below 10^9 of them, int4 above]"
 )
@@ -45,7 +48,7 @@ def export_command(source: str, out: Path, draft: str | None, force: bool, **opt
     with terminal.ExportProgress() as progress:
         report = export_bundle(source, out, draft=draft, overwrite=force, progress=progress, **options)
     for line in summary(report):
-        click.echo(line)
+        terminal.write(f"{line}\n")
     return 0
 
 

@@ -10,14 +10,15 @@ import click
 from edgespec.cli import terminal
 from edgespec.cli.export import closing_line, pair_line
 from edgespec.cli.help import HELP
+from edgespec.cli.options import NamedPath
 
 _VARIANT = "Which of several graphs: q4 for model_q4.onnx."
 
 
 @click.command("import", context_settings=HELP)
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("-o", "--output", "out", required=True, metavar="BUNDLE", type=click.Path(path_type=Path), help="Bundle.")
-@click.option("--draft", metavar="DIR", type=click.Path(path_type=Path), help="Folder of a draft.  [default: none]")
+@click.argument("folder", metavar="DIR", type=NamedPath())
+@click.option("-o", "--output", "out", required=True, metavar="BUNDLE", type=NamedPath(), help="Bundle.")
+@click.option("--draft", metavar="DIR", type=NamedPath(), help="Folder of a draft.  [default: none]")
 @click.option("--variant", metavar="NAME", help=_VARIANT)
 @click.option("--draft-variant", metavar="NAME", help="The same for the draft.  [default: as --variant]")
 @click.option("--max-context", type=int, help="Most tokens of the context.  [default: the model's, up to 32768]")
@@ -38,12 +39,12 @@ def import_command(folder: Path, out: Path, force: bool, **options: Any) -> int:
         if model is not None and role in manifest.check:
             figures = manifest.check[role]
             blocks = f" in blocks of {model.block_size}" if model.block_size else ""
-            click.echo(
+            terminal.write(
                 f"{role}: {model.precision}{blocks}, {model.cache} cache; total variation to the graph as it came "
                 f"{figures['mean_tv']:.2g} on average, same first choice {figures['top1']:.1%}, "
-                f"row invariance {model.row_invariance}, context {model.context_length}"
+                f"row invariance {model.row_invariance}, context {model.context_length}\n"
             )
     if manifest.draft is not None:
-        click.echo(pair_line(report))
-    click.echo(closing_line(report))
+        terminal.write(f"{pair_line(report)}\n")
+    terminal.write(f"{closing_line(report)}\n")
     return 0

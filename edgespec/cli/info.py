@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,22 @@ from edgespec import __version__
 from edgespec.bundle import MANIFEST, Manifest, ModelInfo, default_bundle_path, manifest_to_dict, read_bundle
 from edgespec.cli import terminal
 from edgespec.cli.help import HELP
+from edgespec.cli.options import NamedPath
 from edgespec.errors import MissingExtraError
 from edgespec.params import RuntimeParams
 
+_FIGURES = {
+    "mean_tv": "total variation to the original {:.2g} on average",
+    "max_tv": "{:.2g} at most",
+    "top1": "same first choice {:.1%}",
+    "perplexity": "perplexity {:.2f}",
+    "original_perplexity": "of the original {:.2f}",
+}
+_MOST = 1e9  # a figure beyond is none
+
 
 @click.command("info", context_settings=HELP)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=NamedPath())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def info_command(bundle: Path | None, as_json: bool) -> None:
     """Show versions, providers and what is in a bundle.
@@ -107,15 +118,27 @@ def _bundle_lines(path: Path, manifest: Manifest) -> list[str]:
         ("target", _model_line(manifest.target)),
         ("draft", _model_line(manifest.draft) if manifest.draft else "none"),
     ]
-    checks = [f"{'checked':11}{name}: {_figures(value)}" for name, value in manifest.check.items()]
-    return [f"{name:11}{value}" for name, value in rows] + checks
+    rows += [("checked", line) for line in _checked(manifest.check)]
+    # In one line each, so that no name can pass for a line of its own.
+    return [f"{name:11}{terminal.clean_line(str(value))}" for name, value in rows]
 
 
-def _figures(value: object) -> str:
-    """What the export measured, which may be anything that JSON can hold."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_figures(item)}" for name, item in value.items())
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _checked(check: dict[str, Any]) -> Iterator[str]:
+    """What people want to know of what the export measured, all of which is in the JSON. It may be anything."""
+    for role in ("target", "draft"):
+        figures = check.get(role)
+        if isinstance(figures, dict):
+            shown = [form.format(figures[name]) for name, form in _FIGURES.items() if _is_number(figures.get(name))]
+            if shown:
+                yield f"{role}: {', '.join(shown)}"
+        if isinstance(reason := check.get(f"{role}_unfused"), str):
+            yield f"{role}: not fused: {reason}"
+    if _is_number(check.get("pair_overlap")):
+        yield f"pair: they agree on {check['pair_overlap']:.1%} of the probability"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def _model_line(model: ModelInfo) -> str:

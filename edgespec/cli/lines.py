@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.cli import terminal
+from edgespec.cli.errors import one_line
 from edgespec.cli.interrupt import no_interrupt
 
 Read = Callable[[str], str]
@@ -28,7 +29,7 @@ def reader(history: Path, words: Iterable[str]) -> Read:
     try:
         return _edited(history, words)
     except OSError as error:
-        terminal.note(f"no history of questions: {history}: {error.strerror or error}")
+        terminal.note(f"no history of questions: {one_line(error)}")
         return _edited(None, words)
 
 
@@ -37,6 +38,8 @@ def plain(prompt: str) -> str:
     sys.stdout.flush()
     sys.stderr.write(prompt)
     sys.stderr.flush()
+    if sys.stdin is None:
+        raise EOFError
     return input()
 
 

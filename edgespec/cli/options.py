@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,37 @@ from edgespec.params import Grammar, SamplingParams
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SAMPLING = SamplingParams()
+
+
+class NamedPath(click.Path):
+    """A path of a file or folder. An empty one, as of a shell variable that is not set, is not the current folder."""
+
+    def __init__(self, *, exists: bool = False, dir_okay: bool = True) -> None:
+        super().__init__(exists=exists, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class NamedSource(click.types.StringParamType):
+    """A name of a model, which may be a folder: likewise."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("the name is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A number between two bounds; NaN, which no comparison refuses, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 def option(*names: str, text: str, default: object = None, **kind: Any) -> Callable[[_F], _F]:
@@ -93,7 +126,7 @@ def _tokens() -> list[Callable[[_F], _F]]:
 
 
 def _text() -> list[Callable[[_F], _F]]:
-    file = click.Path(path_type=Path, exists=True, dir_okay=False)
+    file = NamedPath(exists=True, dir_okay=False)
     return [
         option("--stop", text="End the answer before this text; may be repeated.", multiple=True, metavar="TEXT"),
         option("--json-schema", text="Answer with JSON of this schema.", type=file, metavar="FILE"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import click
@@ -10,6 +11,9 @@ import click
 from edgespec import theory
 from edgespec.cli import tables, terminal
 from edgespec.cli.help import HELP
+from edgespec.cli.options import FiniteRange, NamedPath
+
+_MAX_COST = 1000  # target passes; far more than what drafting could pay for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,21 +34,22 @@ class Depth:
 
 
 @click.command("plan", context_settings=HELP)
+@click.option("--alpha", required=True, type=FiniteRange(0, 1), help="Probability that a drafted token is accepted.")
 @click.option(
-    "--alpha", required=True, type=click.FloatRange(0, 1), help="Probability that a drafted token is accepted."
-)
-@click.option(
-    "--cost-ratio", required=True, type=click.FloatRange(0), help="Time of a draft pass over that of a target pass."
+    "--cost-ratio",
+    required=True,
+    type=FiniteRange(0, _MAX_COST),
+    help="Time of a draft pass over that of a target pass.",
 )
 @click.option(
     "--row-cost",
-    type=click.FloatRange(0),
+    type=FiniteRange(0, _MAX_COST),
     default=0.0,
     show_default=True,
     help="What each further row adds to the time of a target pass, as a share of it; on CPUs about 0.1.",
 )
 @click.option("--max-depth", type=click.IntRange(1, 64), default=12, show_default=True, help="Longest draft shown.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curve to this file.")
+@click.option("--plot", type=NamedPath(dir_okay=False), help="Draw the curve to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def plan_command(
     alpha: float, cost_ratio: float, row_cost: float, max_depth: int, plot: Path | None, as_json: bool
@@ -95,7 +100,7 @@ def _remarks(alpha: float, cost_ratio: float, row_cost: float, best: Depth) -> l
     lines = [f"best: {best.draft_tokens} draft tokens a round, {best.speedup:.2f}x"]
     if row_cost == 0:
         optimum = theory.optimal_gamma(alpha, cost_ratio)
-        lines[0] += f"; the optimum of the curve is at {optimum:.1f}"
+        lines[0] += f"; the optimum of the curve is at {optimum:.1f}" if math.isfinite(optimum) else ""
         bound = theory.guaranteed_speedup(alpha, cost_ratio)
         lines.append(f"one draft token already gives (1 + alpha) / (1 + c) = {bound:.2f}x")
     return lines

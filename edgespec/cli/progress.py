@@ -11,11 +11,13 @@ import click
 
 from edgespec.cli import terminal
 
+_MAX_SECONDS = 1e6  # eleven days
+
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     """Callback of an option that is a time: `60s`, `2m`, `1.5` for seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min)?", value.strip())
-    if found is None or float(found[1]) == 0:
+    if found is None or not 0 < float(found[1]) < _MAX_SECONDS:
         raise click.BadParameter(f"{value!r} is no time; write 60s or 2m")
     return float(found[1]) * (60 if found[2] in ("m", "min") else 1)
 
@@ -39,4 +41,4 @@ def progress() -> Iterator[Callable[[str, float], None]]:
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=terminal.console_on(sys.stderr), transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda text, fraction: bar.update(task, description=text, completed=fraction)
+        yield lambda text, fraction: bar.update(task, description=terminal.clean(text), completed=fraction)

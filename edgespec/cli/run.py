@@ -18,7 +18,7 @@ from edgespec.cli.answer_view import Look, collect, show
 from edgespec.cli.documents import Document, compose, read_file, read_stdin
 from edgespec.cli.errors import INTERRUPTED
 from edgespec.cli.help import HELP
-from edgespec.cli.options import option, params_of, sampling_options, sampling_params
+from edgespec.cli.options import NamedPath, option, params_of, sampling_options, sampling_params
 from edgespec.conversation import Conversation
 from edgespec.errors import ConfigError, MissingExtraError
 from edgespec.params import (
@@ -51,7 +51,12 @@ def _engine_options(command: _F) -> _F:
         option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
         option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
         option("--num-draft-tokens", text="Drafted per round.  [default: as many as pay]", type=int),
-        option("--history", text="Keep token ids of answers here, to draft from.", metavar="FILE"),
+        option(
+            "--history",
+            text="Draft from the token ids of answers kept here; new ones are added.",
+            type=NamedPath(dir_okay=False),
+            metavar="FILE",
+        ),
         option("--drafter", text="Who drafts.", default=_SPEC.drafter, type=drafters),
     ):
         command = add(command)
@@ -59,7 +64,7 @@ def _engine_options(command: _F) -> _F:
 
 
 def _input_options(command: _F) -> _F:
-    file = click.Path(path_type=Path, exists=True, dir_okay=False)
+    file = NamedPath(exists=True, dir_okay=False)
     overflows = click.Choice(get_args(Overflow))
     for add in (
         option("--json", "as_json", text="Print one JSON document with the answer and its figures.", is_flag=True),
@@ -80,7 +85,7 @@ def _input_options(command: _F) -> _F:
 
 
 @click.command("run", context_settings=HELP)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=NamedPath())
 @_input_options
 @sampling_options
 @_engine_options
@@ -92,6 +97,8 @@ def run_command(bundle: Path | None, prompt: str | None, system: str | None, as_
     figures to stderr.
     """
     params = sampling_params(options)
+    if options["drafter"] == "history" and options["history"] is None:
+        raise click.UsageError("--drafter history needs a file: give --history FILE, which need not exist yet")
     spec, runtime = params_of(SpecParams, options), params_of(RuntimeParams, options)
     documents = [read_file(path) for path in options["files"]]
     text = _prompt(prompt, documents)

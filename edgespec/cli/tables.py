@@ -35,12 +35,12 @@ def _write_rich(headers: Sequence[str], rows: Sequence[Sequence[str]], flush: Se
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=terminal.clean(title) or None, title_justify="left", box=box.SIMPLE_HEAD)
     for header, right in zip(headers, flush, strict=True):
         table.add_column(header, justify="right" if right else "left")
     for row in rows:
         style = "bold red" if "FAILED" in row else "bold" if "best" in row else ""
-        table.add_row(*map(Text, row), style=style)
+        table.add_row(*(Text(terminal.clean(cell)) for cell in row), style=style)
     Console(highlight=False, emoji=False).print(table)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import TracebackType
@@ -22,12 +23,27 @@ if TYPE_CHECKING:
 _CONTROLS = {c: None for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
-def prepare_streams() -> None:
-    """UTF-8 where no console says otherwise; `?` for characters that a console does not have."""
+def prepare_streams() -> bool:
+    """UTF-8 where no console says otherwise; `?` for characters that a console does not have.
+
+    Streams that were closed before we began become the null device, so that nobody has to ask for them and no file
+    that is opened later gets their numbers; stdin stays None, which says that there never was any.
+
+    Returns:
+        Whether there is a stdout.
+    """
+    has_stdout = sys.stdout is not None
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)  # kept for as long as we run
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, open(null, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # likewise
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             encoding = None if stream.isatty() or sys.platform != "win32" else "utf-8"
             stream.reconfigure(encoding=encoding, errors="replace")
+    return has_stdout
 
 
 def is_capable(stream: IO[str]) -> bool:
@@ -44,8 +60,14 @@ def write(text: str) -> None:
 
 
 def clean(text: str) -> str:
-    """Text without what a terminal would obey."""
+    """Text without what a terminal would obey. Bundles, templates and models say what they like: all text of others
+    passes through here on its way to a terminal."""
     return text.translate(_CONTROLS)
+
+
+def clean_line(text: str) -> str:
+    """The same in one line, which can pass for no other."""
+    return clean(" ".join(text.split()))
 
 
 def tint(text: str) -> str:
@@ -65,7 +87,9 @@ def write_json(document: object) -> None:
     import json
 
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not is_unicode) + "\n")
+    text = json.dumps(document, indent=2, ensure_ascii=not is_unicode)
+    # JSON writes the other controls like this by itself.
+    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
 
 
 def note(text: str) -> None:
@@ -187,7 +211,7 @@ class ExportProgress:
             note(f"{name} ...")
             return
         self._finish()
-        self._task = self._bar.add_task(name, total=None)
+        self._task = self._bar.add_task(clean(name), total=None)
 
     def advance(self, fraction: float) -> None:
         if self._bar is not None:
@@ -203,7 +227,7 @@ class ExportProgress:
         if self._bar is None:
             note(text)
         else:
-            self._bar.console.print(text, style=style)
+            self._bar.console.print(clean(text), style=style)
 
     def _finish(self) -> None:
         if self._task is not None:

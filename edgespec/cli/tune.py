@@ -14,7 +14,7 @@ from edgespec.bench.machine import machine
 from edgespec.bundle import Bundle, default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
 from edgespec.cli.help import HELP
-from edgespec.cli.options import option
+from edgespec.cli.options import NamedPath, option
 from edgespec.cli.progress import progress, seconds
 from edgespec.cli.run import ensure_default_bundle
 from edgespec.params import RuntimeParams
@@ -52,10 +52,10 @@ class Tuned:
 
 
 @click.command("tune", context_settings=HELP)
-@click.argument("bundles", nargs=-1, metavar="[BUNDLE]...", type=click.Path(path_type=Path))
+@click.argument("bundles", nargs=-1, metavar="[BUNDLE]...", type=NamedPath())
 @option("--budget", text="Time to measure each, as in 10s or 1m.", default="10s", callback=seconds)
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=RuntimeParams().provider)
-@option("--plot", text="Draw the curves to this file.", type=click.Path(path_type=Path, dir_okay=False))
+@option("--plot", text="Draw the curves to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
 def tune_command(bundles: tuple[Path, ...], budget: float, provider: str, plot: Path | None, as_json: bool) -> None:
     """Measure what calls cost here, and how to run a bundle best.

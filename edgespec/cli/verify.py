@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from edgespec.bundle import default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
 from edgespec.cli.help import HELP
-from edgespec.cli.options import option, sampling_options, sampling_params
+from edgespec.cli.options import NamedPath, option, sampling_options, sampling_params
 from edgespec.cli.progress import progress, seconds
 from edgespec.cli.run import ensure_default_bundle
 from edgespec.cli.verify_report import draw, write_report
@@ -26,7 +26,7 @@ _UNUSED = ("max_new_tokens", "stop")
 
 
 @click.command("verify", context_settings=HELP)
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=NamedPath())
 @option("--drafter", text="Whose drafts.", default="all", type=click.Choice(["all", "model", "ngram"]))
 @option("--verifier", text="Which rule.", default=SpecParams().verifier, type=click.Choice(get_args(Verifier)))
 @option("--num-draft-tokens", text="Drafted per round.", default=2, type=click.IntRange(1, 64))
@@ -34,7 +34,7 @@ _UNUSED = ("max_new_tokens", "stop")
 @option("--threads", text="Threads per operator.  [default: one per physical core]", type=int)
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=RuntimeParams().provider)
 @sampling_options
-@option("--plot", text="Draw p-values and counts to this file.", type=click.Path(path_type=Path, dir_okay=False))
+@option("--plot", text="Draw p-values and counts to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
 def verify_command(
     bundle: Path | None,

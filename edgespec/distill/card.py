@@ -80,6 +80,6 @@ def _curve(curve: list[Mapping[str, Any]] | list[dict[str, Any]]) -> Iterator[st
     yield "| tokens | loss | greedy | temperature 1 |"
     yield "|---|---|---|---|"
     step = max(1, len(curve) // _SHOWN_POINTS)
-    shown = curve[step - 1 :: step]
+    shown = curve[::-1][::step][::-1]  # the last one is among them
     for point in shown:
         yield f"| {point['tokens']:,} | {point['loss']:.3f} | {point['greedy'][0]:.3f} | {point['sampled'][0]:.3f} |"

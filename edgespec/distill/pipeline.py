@@ -152,7 +152,7 @@ def _run(job: _Job, out: Path) -> DistillReport:
         out,
         layers,
         job.cost_ratio,
-        trainer.validate(),
+        trainer.finish(),
         found,
         {sort: texts.tokens.size for sort, texts in trainer.train.items()},
         trainer.state.tokens,

@@ -110,6 +110,14 @@ class Trainer:
         """Acceptance on the validation texts, now."""
         return measure(self.model, self.check, self.heads, self.machine.autocast())
 
+    def finish(self) -> Acceptance:
+        """Acceptance at the end, which is the last point of the curve."""
+        if not self.state.curve or self.state.curve[-1]["tokens"] != self.state.tokens:
+            self._validate()
+            self.save()
+        point = self.state.curve[-1]
+        return Acceptance(point["greedy"], point["sampled"], point["read"])
+
     def save(self) -> None:
         """Write a checkpoint that appears whole or not at all."""
         if self.file is None:

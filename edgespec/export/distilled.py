@@ -71,6 +71,7 @@ def write_distilled(
         arrays[name + _PACKED], arrays[name + _SCALES] = blocks.packed, blocks.scales.astype(np.float16)
         arrays[name + _WIDTH] = np.array([blocks.width], np.int64)
     save_file(arrays, folder / WEIGHTS)
+    (folder / WEIGHTS).chmod(0o644)  # the library lets only the owner read it
     np.save(folder / HEAD_IDS, head_ids.astype(np.int32), allow_pickle=False)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
 
