@@ -15,8 +15,8 @@ from edgespec.params import RowInvariance
 from edgespec.session import DecoderSession
 
 _RULES: tuple[RowInvariance, ...] = (">=2", "even")
-# Ways to feed the same tokens: one row at a time, as a verification does, and uneven.
-_SPLITS = ((1,), (5,), (2, 3, 1), (7,))
+# Ways to feed the same tokens: one row at a time, as a verification does, uneven, and one more than kernels' tiles.
+_SPLITS = ((1,), (5,), (2, 3, 1), (7,), (33,), (129,))
 
 
 def probe_tokens(vocab_size: int, count: int = 48) -> Tokens:

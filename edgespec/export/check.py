@@ -29,7 +29,7 @@ _READ = 64  # rows of a call while the text is read; even, so that it obeys ever
 _VERIFY = 5
 _SPAN = 60  # rows at the end of the text that are decoded, verified and rolled back
 _WRONG = 3
-_INVARIANCE_TOKENS, _INVARIANCE_S = 96, 10.0
+_INVARIANCE_TOKENS, _INVARIANCE_S = 200, 10.0
 _PAST = 128  # tokens before the calls that are timed
 _TIMED = 7
 
