@@ -276,7 +276,6 @@ def test_only_permissive_documentation_is_read() -> None:
     assert len(one.tokens) == 20_000
     assert one.packages
     assert not any(word in name.lower() for name in one.packages for word in ("gpl", "mozilla", "proprietary"))
-    assert any("numpy" in name.lower() or "click" in name.lower() for name in one.packages + two.packages)
     np.testing.assert_array_equal(one.tokens, read_corpus(tiny_tokenizer(), 2, 20_000, 0).tokens)
     assert (one.tokens[:500] != two.tokens[:500]).any()
 
