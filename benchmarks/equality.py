@@ -52,7 +52,7 @@ def main() -> None:
         row |= {"drafted": stats.drafted, "accepted": stats.accepted, "passes": stats.target_passes}
         if tokens != expected:
             at = next(i for i, (a, b) in enumerate(zip([*tokens, -1], [*expected, -1], strict=False)) if a != b)
-            margin, _ = best_two(plain, encode(plain, prompt), params, at)
+            margin, _ = best_two(plain, [*encode(plain, prompt), *expected[:at]], params)
             row |= {"first_difference": at, "margin": round(margin, 4)}
         rows.append(row)
         print(row, flush=True)

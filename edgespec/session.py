@@ -19,7 +19,6 @@ from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tenso
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
 
-
 _LEAST_TILE = 16
 
 

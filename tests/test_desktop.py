@@ -279,3 +279,17 @@ def test_an_answer_is_rendered_at_the_end(open_window: Open, qtbot: Any) -> None
     window.transcript.end_answer("**bold** <b>tag</b>")
     assert window.transcript.toPlainText().split("\n") == ["q", "bold <b>tag</b>"]
     assert window.transcript.loadResource(2, QtCore.QUrl("file:///etc/hosts")) is None
+
+
+def test_settings_that_stop_the_model_from_loading_can_be_changed(
+    app: Any, qtbot: Any, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """A stored drafter that the bundle does not have: the window says so, and lets it be changed."""
+    app.store.Store(tmp_path).write_settings(app.store.Settings(drafter="model"))
+    window = app.window.Window(tmp_path, tiny_bundle)
+    qtbot.addWidget(window)
+    qtbot.waitSignal(window.failed, timeout=10_000).wait()
+    assert window.settings_button.isEnabled()
+    with qtbot.waitSignal(window.ready, timeout=10_000):
+        window.apply(app.store.Settings(drafter="ngram"))
+    window.close()

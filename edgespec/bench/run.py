@@ -238,7 +238,7 @@ class Bench:
                 continue
             key = (trial.setting, trial.family, trial.prompt_id, at)
             if key not in self.near_ties:
-                margin, best = best_two(plain, prompt, self._plan.params, at)
+                margin, best = best_two(plain, [*prompt, *expected[:at]], self._plan.params)
                 self.near_ties[key] = NearTie(*key, margin, best == {expected[at], token_ids[at]})
 
 
@@ -266,15 +266,18 @@ def stored_costs(engine: Engine) -> dict[str, Any] | None:
     return None if profile is None else asdict(profile)
 
 
-def best_two(engine: Engine, prompt: Tokens, params: SamplingParams, index: int) -> tuple[float, set[int]]:
-    """The two tokens that plain decoding finds most probable at an index of its answer, as it came there.
+def best_two(engine: Engine, text: Sequence[int], params: SamplingParams) -> tuple[float, set[int]]:
+    """The two tokens that the model finds most probable after a text.
 
+    Args:
+        text: the prompt and the plain answer in front of the place. It is read, not decoded anew: a second answer
+            may part from the first before it gets there.
     Returns:
         By how much the first is ahead in log-probability (so also in logits), and both.
     """
-    stream = engine.generate(prompt, replace(params, max_new_tokens=index + 1, logprobs=2))
+    stream = engine.generate(text, replace(params, max_new_tokens=1, logprobs=2))
     stream.text()
-    (first, p), (second, q) = stream.logprobs[index].top
+    (first, p), (second, q) = stream.logprobs[0].top
     return p - q, {first, second}
 
 

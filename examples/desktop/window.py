@@ -46,6 +46,7 @@ class Window(QMainWindow):
         self.conversation: edgespec.Conversation | None = None
         self._path = self._store.new_path()
         self._answer: AnswerThread | None = None
+        self._bundle, self._question = bundle, ""
         self._is_closed = False
         self._build()
         self._fill_list()
@@ -56,6 +57,7 @@ class Window(QMainWindow):
         """Have a question answered. Until the answer has ended only Stop and closing do anything."""
         if self.conversation is None or self._answer is not None or not question.strip():
             return
+        self._question = question
         self.transcript.add_question(question)
         self.transcript.begin_answer()
         self._answer = AnswerThread(self.conversation, question, self.settings.params())
@@ -162,6 +164,8 @@ class Window(QMainWindow):
         self._answer = None
         if not text:  # the conversation took the question back
             self.transcript.show_messages(self.conversation.messages)
+            self.question.setPlainText(self._question)
+            self._status("")
         elif not self.settings.show_drafts:
             self.transcript.end_answer(text)
         if error:
@@ -237,15 +241,18 @@ class Window(QMainWindow):
         """Use and keep these settings. Another drafter works on the same loaded weights."""
         old, self.settings = self.settings, settings
         self._store.write_settings(settings)
-        engine = self.engine
-        if engine is not None and settings.drafter != old.drafter:
-            spec = edgespec.SpecParams(drafter=settings.drafter)
+        engine, spec = self.engine, edgespec.SpecParams(drafter=settings.drafter)
+        if engine is None:
+            self._load(lambda: edgespec.load(self._bundle, spec=spec))
+        elif settings.drafter != old.drafter:
             self._load(lambda: engine.fork(spec))
 
     def _update_buttons(self) -> None:
         is_ready, is_answering = self.engine is not None and not self._loader.isRunning(), self._answer is not None
-        for button in (self.send_button, self.new_button, self.delete_button, self.settings_button, self.list):
+        for button in (self.send_button, self.new_button, self.delete_button, self.list):
             button.setEnabled(is_ready and not is_answering)
+        # Settings also without a model: they may be why it could not be loaded.
+        self.settings_button.setEnabled(not self._loader.isRunning() and not is_answering)
         self.stop_button.setEnabled(is_answering)
 
     def _status(self, text: str) -> None:
