@@ -48,7 +48,7 @@ def look_up(text: Tokens, context: Tokens, limit: int, max_ngram: int) -> Draft:
     ends, length = _occurrences(text, context, max_ngram)
     tokens: list[int] = []
     levels: list[float] = []
-    while len(ends) and len(tokens) < limit:
+    while len(ends) > 1 and len(tokens) < limit:
         following = text[ends + 1]
         # The last occurrence is the most recent one: with all the same, or one, there is nothing to count.
         token = following[-1] if (following == following[-1]).all() else _most_frequent(following)
@@ -57,6 +57,11 @@ def look_up(text: Tokens, context: Tokens, limit: int, max_ngram: int) -> Draft:
         tokens.append(int(token))
         ends = ends[agree] + 1
         ends = ends[ends < len(text) - 1]
+    if len(ends) == 1:  # nobody left to disagree
+        start = int(ends[0]) + 1
+        rest = text[start : start + limit - len(tokens)].tolist()
+        levels += [float(length + i) for i in range(len(tokens), len(tokens) + len(rest))]
+        tokens += rest
     if not tokens:
         return EMPTY_DRAFT
     return Draft(np.array(tokens), confidences=tuple(1 - 2.0**-level for level in levels))
