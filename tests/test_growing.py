@@ -26,7 +26,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ExportReport:
 
 def answer(bundle: Path, drafter: str, exact: bool) -> tuple[list[int], int]:
     """Token ids of a greedy answer, and how many drafted tokens were accepted."""
-    spec, runtime = SpecParams(drafter=drafter), RuntimeParams(exact=exact)  # type: ignore[arg-type]
+    spec, runtime = SpecParams(drafter=drafter, num_draft_tokens=4), RuntimeParams(exact=exact)  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     with edgespec.load(bundle, spec=spec, runtime=runtime) as engine, engine.generate(PROMPT, params) as stream:
         stream.text()

@@ -235,7 +235,9 @@ def test_logprobs_are_the_model_s_own(tiny_pair: Path, drafter: str, temperature
     for i, found in enumerate(stream.logprobs):
         row = log_softmax(reference_logits(model, np.array(prompt + stream.token_ids[:i])).astype(np.float64))
         best = np.argsort(-row, kind="stable")[:3]
-        assert [token for token, _ in found.top] == best.tolist()
+        ids = [token for token, _ in found.top]
+        assert len(set(ids)) == 3
+        assert row[ids].tolist() == row[best].tolist()  # tied tokens may come in any order
         np.testing.assert_allclose([value for _, value in found.top], row[best], atol=1e-4)
         assert found.logprob == pytest.approx(row[found.token], abs=1e-4)
 
