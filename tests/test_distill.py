@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
 from pathlib import Path
 
@@ -275,6 +276,8 @@ def test_only_permissive_documentation_is_read() -> None:
     one, two = (read_corpus(tiny_tokenizer(), 2, 20_000, seed) for seed in (0, 1))
     assert len(one.tokens) == 20_000
     assert one.packages
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    assert {name.split(" (")[0] for name in one.packages} <= installed
     assert not any(word in name.lower() for name in one.packages for word in ("gpl", "mozilla", "proprietary"))
     np.testing.assert_array_equal(one.tokens, read_corpus(tiny_tokenizer(), 2, 20_000, 0).tokens)
     assert (one.tokens[:500] != two.tokens[:500]).any()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from tokenizers import Tokenizer
 
 from edgespec.bundle import ModelInfo
 from edgespec.contracts import Tokens
@@ -36,7 +35,7 @@ from edgespec.export.foreign import check_decoder, read_foreign
 from edgespec.export.fuse import NoMatch, fuse
 from edgespec.export.graph import graph_dimensions
 from edgespec.export.options import resolve_context
-from edgespec.export.pair import check_pair
+from edgespec.export.pair import compare_sources
 from edgespec.export.pipeline import ExportReport, make_manifest, pair_overlap
 from edgespec.export.progress import Progress, SilentProgress
 from edgespec.export.reference import Reference, check_text_tokens
@@ -112,15 +111,7 @@ class _Importer:
         self.progress.warn(text)
 
     def compare_tokens(self, target: OnnxFolder, draft: OnnxFolder) -> None:
-        lines = check_pair(
-            Tokenizer.from_file(str(target.tokenizer)),
-            Tokenizer.from_file(str(draft.tokenizer)),
-            target.eos_token_ids,
-            draft.eos_token_ids,
-            target.chat_template,
-            draft.chat_template,
-        )
-        for line in lines:
+        for line in compare_sources(target, draft):
             self.warn(line)
 
     def take(self, folder: OnnxFolder, role: str, space: Workspace) -> _Made:

@@ -1,4 +1,4 @@
-"""Whether a draft means the same text by the same ids as its target. Pure: two tokenizers in, an error or nothing out.
+"""Whether a draft means the same text by the same ids as its target. Two tokenizers in, an error or remarks out.
 
 Ids above both tokenizers are padding rows of the weights, so the *sizes* of the vocabularies say nothing: they may
 differ between compatible models and agree between incompatible ones.
@@ -6,7 +6,8 @@ differ between compatible models and agree between incompatible ones.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -80,3 +81,31 @@ def _harmless(
     if target_template is not None and draft_template is not None and target_template != draft_template:
         lines.append("the draft was trained with another chat template; the target's is used")
     return lines
+
+
+class HasTokens(Protocol):
+    """What a model's folder says of its tokens."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Its `tokenizer.json`."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text."""
+
+
+def compare_sources(target: HasTokens, draft: HasTokens) -> list[str]:
+    """`check_pair` of two folders. Raises what it raises."""
+    return check_pair(
+        Tokenizer.from_file(str(target.tokenizer)),
+        Tokenizer.from_file(str(draft.tokenizer)),
+        target.eos_token_ids,
+        draft.eos_token_ids,
+        target.chat_template,
+        draft.chat_template,
+    )

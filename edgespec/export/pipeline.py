@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from edgespec import __version__
 from edgespec.bundle import Manifest, ModelInfo, list_files
@@ -18,7 +17,7 @@ from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
 from edgespec.export.distilled import find_distilled, join_distilled
 from edgespec.export.options import Precision, make_plan, resolve_precision
-from edgespec.export.pair import check_pair
+from edgespec.export.pair import compare_sources
 from edgespec.export.progress import Progress, SilentProgress
 from edgespec.export.source import Source, fetch_source, recipe_options
 from edgespec.export.steps import Graph, Job, Made, finish, prepare
@@ -177,15 +176,7 @@ def _fetch_draft(job: Job, target: Source) -> Source | None:
         job.progress.step(f"joining {distilled.name} with its target")
         return join_distilled(distilled, target, job.folder("draft-source"))
     draft = _fetch(job, name, "draft")
-    lines = check_pair(
-        Tokenizer.from_file(str(target.tokenizer)),
-        Tokenizer.from_file(str(draft.tokenizer)),
-        target.eos_token_ids,
-        draft.eos_token_ids,
-        target.chat_template,
-        draft.chat_template,
-    )
-    for line in lines:
+    for line in compare_sources(target, draft):
         job.warn(line)
     return draft
 
