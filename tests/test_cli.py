@@ -120,8 +120,11 @@ def test_a_pipe_into_which_nobody_writes(is_needed: bool, monkeypatch: pytest.Mo
     assert text == ("late" if is_needed else None)
     assert "waiting for text on stdin" in notes[0]
     assert notes[1:] == ([] if is_needed else ["nothing came on stdin: going on without it"])
+    sys.stdin.close()  # while the reader may still wait: nothing of it may come to light, nor a number be read again
     late.join()
-    sys.stdin.close()
+    for thread in threading.enumerate():
+        if thread.name == "edgespec-stdin":
+            thread.join()
 
 
 def test_pieces_tell_what_was_drafted(tiny_pair: Path, tmp_path: Path) -> None:

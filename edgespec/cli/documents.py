@@ -97,6 +97,13 @@ class _Reader:
         self._chunks: list[bytes] = []
         self._size = 0
         self._error: OSError | ConfigError | None = None
+        self._stream = sys.stdin
+        try:
+            # Not through sys.stdin, whose lock a thread that waits for ever would keep from the end of the program; and
+            # a descriptor of its own, since whoever closes stdin meanwhile sets its number free for another file.
+            self._descriptor: int | None = os.dup(self._stream.fileno())
+        except io.UnsupportedOperation:  # no real file, as in tests of applications
+            self._descriptor = None
         threading.Thread(target=self._work, name="edgespec-stdin", daemon=True).start()
 
     def data(self) -> bytes:
@@ -117,12 +124,11 @@ class _Reader:
                 self.has_begun.set()
         except (OSError, ConfigError) as error:
             self._error = error
+        finally:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
         self._has_ended.set()
         self.has_begun.set()
 
     def _read(self) -> bytes:
-        # Not through sys.stdin, whose lock a thread that waits for ever would keep from the end of the program.
-        try:
-            return os.read(sys.stdin.fileno(), 1 << 20)
-        except io.UnsupportedOperation:  # no real file, as in tests of applications
-            return sys.stdin.buffer.read()
+        return self._stream.buffer.read() if self._descriptor is None else os.read(self._descriptor, 1 << 20)
