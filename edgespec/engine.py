@@ -109,6 +109,7 @@ class Engine:
 
     def _open(self, spec: SpecParams, runtime: RuntimeParams, parent: Engine | None) -> None:
         # Importing onnxruntime takes longer than all the rest of `import edgespec`.
+        from edgespec.prepacked import open_graph
         from edgespec.selfcheck import self_check
         from edgespec.session import DecoderSession
 
@@ -119,8 +120,9 @@ class Engine:
                 return loaded[info.path].fork(lender)
             path = self.bundle.path / info.path
             head = model_head(self.bundle, info)
+            graph = open_graph(self.bundle, info, runtime)
             session = DecoderSession(
-                path, context_length=info.context_length, runtime=runtime, lender=lender, head=head
+                path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
             )
             session.check(info)
             return session

@@ -157,9 +157,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_for_ever)
 
 
-def open_session(path: Path, runtime: RuntimeParams) -> Any:
+def open_session(path: Path, runtime: RuntimeParams, *, save_to: Path | None = None) -> Any:
     """ONNX Runtime's session of a graph, on the provider asked for or none.
 
+    Args:
+        save_to: write the graph as it is computed to this file, and its weights, as kernels want them, beside it.
     Raises:
         SessionError: the graph or the provider cannot be used.
         ConfigError: the provider is not installed.
@@ -172,6 +174,10 @@ def open_session(path: Path, runtime: RuntimeParams) -> Any:
         options.intra_op_num_threads = runtime.threads
     for key, value in _SPINNING[runtime.spinning].items():
         options.add_session_config_entry(key, value)
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
+        for key, value in _saving(save_to).items():
+            options.add_session_config_entry(key, value)
     try:
         session = ort.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:
@@ -192,6 +198,15 @@ _SPINNING: dict[Spinning, dict[str, str]] = {
     "stop": {"session.force_spinning_stop": "1"},
     "auto": {"session.intra_op.allow_spinning": "0"},
 }
+
+
+def _saving(path: Path) -> dict[str, str]:
+    weights = "session.optimized_model_external_initializers"
+    return {
+        "session.save_external_prepacked_constant_initializers": "1",
+        f"{weights}_file_name": f"{path.name}.data",
+        f"{weights}_min_size_in_bytes": "1024",
+    }
 
 
 def one_line(error: Exception) -> str:

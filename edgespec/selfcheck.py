@@ -153,11 +153,11 @@ def _key(session: DecoderSession, manifest: Manifest, threads: int | None) -> st
     folder = manifest.target.path.rpartition("/")[0]
     files = {name: info.sha256 for name, info in manifest.files.items() if name.rpartition("/")[0] == folder}
     recorded = manifest.check.get("target_probe")
-    where: list[Any] = [files, recorded, _machine(), runtime_version(), session.provider, threads]
+    where: list[Any] = [files, recorded, machine_name(), runtime_version(), session.provider, threads]
     return hashlib.sha256(json.dumps(where, sort_keys=True).encode()).hexdigest()
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """The processor, as far as the system tells: kernels are chosen by it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:

@@ -23,6 +23,7 @@ from edgespec.bundle import Bundle, can_share_cache, model_head
 from edgespec.costs import CostCurve, CostTable
 from edgespec.invariance import probe_tokens
 from edgespec.params import RuntimeParams, Spinning
+from edgespec.prepacked import open_graph
 from edgespec.probe import ROWS, is_steady, measure_costs, median_error
 from edgespec.profile import Advice, Profile, write_profile
 from edgespec.session import DecoderSession
@@ -274,14 +275,18 @@ def _sessions(
     manifest = bundle.manifest
     with contextlib.ExitStack() as stack:
         info = manifest.target
-        target = DecoderSession(bundle.path / info.path, context_length=info.context_length, runtime=runtime)
+        graph = open_graph(bundle, info, runtime)
+        path = bundle.path / info.path
+        target = DecoderSession(path, context_length=info.context_length, runtime=runtime, session=graph)
         stack.callback(target.close)
         draft = None
         if with_draft and manifest.draft is not None:
             lender = target if can_share_cache(manifest) else None
             info = manifest.draft
-            path, head = bundle.path / info.path, model_head(bundle, info)
-            draft = DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
+            path, head, graph = bundle.path / info.path, model_head(bundle, info), open_graph(bundle, info, runtime)
+            draft = DecoderSession(
+                path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
+            )
             stack.callback(draft.close)
         yield target, draft
 

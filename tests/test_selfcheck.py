@@ -79,7 +79,7 @@ def test_whatever_can_change_the_result_asks_for_a_new_check(
     elif what == "version":
         monkeypatch.setattr(module, "runtime_version", lambda: "9.9")
     elif what == "machine":
-        monkeypatch.setattr(module, "_machine", lambda: "another")
+        monkeypatch.setattr(module, "machine_name", lambda: "another")
     self_check(session, manifest, 1 if what == "threads" else None, exact=False)
     assert len(kept(empty_cache)) == 2
 

@@ -48,6 +48,11 @@ def _engine_options(command: _F) -> _F:
         option("--exact", text="Greedy text bit-identical to that of --drafter none.", is_flag=True),
         option("--spinning", text="Whether idle threads spin.", default=_RUNTIME.spinning, type=spinning),
         option("--threads", text="Threads per operator.  [default: one per physical core]", type=int),
+        option(
+            "--map-weights/--no-map-weights",
+            text="Map weights from a file in the cache folder, on the CPU.",
+            default=_RUNTIME.map_weights,
+        ),
         option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
         option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
         option("--num-draft-tokens", text="Drafted per round.  [default: as many as pay]", type=int),

@@ -15,6 +15,7 @@ from edgespec.errors import ConfigError
 from edgespec.grammar import GrammarCompiler
 from edgespec.invariance import measure_row_invariance
 from edgespec.params import Grammar, RowInvariance, RuntimeParams
+from edgespec.prepacked import open_graph
 from edgespec.session import DecoderSession
 from edgespec.shaper import Constraint
 from edgespec.speculation import resolve_runtime
@@ -77,8 +78,10 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
 
     def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
         path = bundle.path / info.path
-        head = model_head(bundle, info)
-        return DecoderSession(path, context_length=info.context_length, runtime=runtime, lender=lender, head=head)
+        graph, head = open_graph(bundle, info, runtime), model_head(bundle, info)
+        return DecoderSession(
+            path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
+        )
 
     with contextlib.ExitStack() as stack:
         target = open_model(manifest.target)
