@@ -19,6 +19,7 @@ from edgespec.export.distilled import find_distilled, join_distilled
 from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import compare_sources
 from edgespec.export.progress import Progress, SilentProgress
+from edgespec.export.share import share_weights
 from edgespec.export.source import Source, fetch_source, recipe_options
 from edgespec.export.steps import Graph, Job, Made, finish, prepare
 from edgespec.export.write import workspace
@@ -134,6 +135,7 @@ def _build(job: Job) -> Manifest:
         draft = _make_draft(job, sources, graph, target)
         overlap = pair_overlap(target.rows, draft.rows, sources.draft.head_ids)
         check |= draft.check | {"pair_overlap": overlap}
+        draft = _share(job, target, draft)
     job.progress.step("writing the bundle")
     return make_manifest(job.space.bundle, sources.target, target.info, draft.info if draft else None, check)
 
@@ -149,6 +151,15 @@ def _make_draft(job: Job, sources: _Sources, graph: Graph, target: Made) -> Made
             return replace(target, check={})
     draft_graph = graph if sources.draft is sources.target else prepare(job, sources.draft, "draft")
     return finish(job, draft_graph, "draft", *wanted)
+
+
+def _share(job: Job, target: Made, draft: Made) -> Made:
+    """The draft without the weights that the target's file has as well."""
+    if draft.info.path == target.info.path:
+        return draft
+    folder = job.space.bundle
+    path = share_weights(folder / target.info.path, folder / draft.info.path)
+    return replace(draft, info=replace(draft.info, path=path.relative_to(folder).as_posix()))
 
 
 def _fetch_all(job: Job) -> _Sources:
