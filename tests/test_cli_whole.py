@@ -130,6 +130,24 @@ def test_interrupt_before_the_answer_is_quiet(tiny_bundle: Path, monkeypatch: py
     assert (result.exit_code, result.output.strip()) == (130, "")
 
 
+@pytest.mark.parametrize("package", ["numpy", "click", "edgespec.cli", "edgespec.errors"])
+@pytest.mark.parametrize("start", ["runpy.run_module('edgespec', run_name='__main__')", "import edgespec.__main__"])
+def test_an_interrupted_import_ends_with_130(package: str, start: str) -> None:
+    """Ctrl-C in the first moments, by `python -m` and by the command: nothing is imported before somebody listens."""
+    code = f"""
+import importlib.abc, runpy, sys
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {package!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+{start}
+"""
+    where = Path(edgespec.__file__).parent.parent
+    result = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_interrupt_cancels_first_and_raises_the_second_time() -> None:
     """The first Ctrl-C calls cancel; a second one is Python's own again; afterwards all is as before."""
     before, calls = signal.getsignal(signal.SIGINT), []
