@@ -295,7 +295,9 @@ def _check_references(manifest: Manifest) -> None:
     named = [manifest.target.path, manifest.tokenizer]
     named += [manifest.draft.path] if manifest.draft else []
     named += [manifest.chat_template] if manifest.chat_template else []
-    named += [model.head_ids for model in (manifest.target, manifest.draft) if model and model.head_ids]
+    named += [manifest.draft.head_ids] if manifest.draft and manifest.draft.head_ids else []
+    if manifest.target.head_ids is not None:
+        raise BundleError(f"the target's head must have all tokens; {_EXPORT_AGAIN}")
     for name in named:
         if name not in manifest.files:
             raise BundleError(f"{name!r} is used but is not among its files; {_EXPORT_AGAIN}")

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.head import Head
 from edgespec.noise import Noise
 from edgespec.policy import Choice, Offer, Outcome
 from edgespec.shaper import Shaper
@@ -31,6 +32,10 @@ class Scorer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Columns of a row of logits."""
+
+    @property
+    def head(self) -> Head | None:
+        """Which token each column is, for a draft model that has some of them only. `None`: column t is token t."""
 
     @property
     def context_length(self) -> int:

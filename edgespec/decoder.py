@@ -21,7 +21,7 @@ from edgespec.params import SamplingParams, Verifier
 from edgespec.policy import FixedPolicy, Offer, Outcome
 from edgespec.shaper import Constraint, Shaper
 from edgespec.stats import GenerationStats
-from edgespec.verify import EMPTY_DRAFT, Draft, Verdict, verify_coupled, verify_greedy, verify_rejection
+from edgespec.verify import EMPTY_DRAFT, Distributions, Draft, Verdict, verify_coupled, verify_greedy, verify_rejection
 
 FinishReason = Literal["eos", "stop", "length", "context", "time", "cancelled"]
 
@@ -155,10 +155,10 @@ class SpeculativeDecoder:
         rows = self.target.forward(np.concatenate([pending, draft.tokens]), len(draft) + 1)
         target_s = perf_counter() - started
         raw = None if shaper.params.logprobs is None else rows.copy()
-        rows, verdict = self._decide(rows, draft, shaper, noise, context.tokens)
+        choices, verdict = self._decide(rows, draft, shaper, noise, context.tokens)
         emitted = [*draft.tokens[: verdict.accepted].tolist(), verdict.token]
         self._learn(plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s)
-        possible = [shaper.is_possible(row, token) for row, token in zip(rows, emitted, strict=False)]
+        possible = [shaper.is_possible(choices[i], token) for i, token in enumerate(emitted)]
         if not possible[0]:
             raise ConfigError(
                 f"no token is left to choose behind the {len(context.tokens)} tokens so far: the bans, the "
@@ -227,14 +227,17 @@ class SpeculativeDecoder:
                 agreed = next((i for i, (one, other) in enumerate(seen) if one != other), len(seen))
                 self.policy.learn_shadow(name, _confidences(proposal)[: len(seen)], agreed)
 
-    def _decide(self, rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens) -> tuple[Rows, Verdict]:
+    def _decide(
+        self, rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens
+    ) -> tuple[Distributions, Verdict]:
+        """What tokens are chosen from, by the number of drafted tokens before it, and what was chosen."""
         if shaper.is_greedy:
             rows = shaper.adjust(rows, context, draft.tokens)
             if self.near_tie and len(draft):
                 rows = self._without_ties(rows, draft, shaper, context)
             return rows, verify_greedy(rows, draft)
-        rows = shaper.shape(rows, context, draft.tokens)
-        return rows, self._check(rows, draft, noise, len(context))
+        probs = shaper.distributions(rows, context, draft.tokens)
+        return probs, self._check(probs, draft, noise, len(context))
 
     def _without_ties(self, rows: Rows, draft: Draft, shaper: Shaper, context: Tokens) -> Rows:
         """The rows that decide, near-ties among them as they are when computed alone."""

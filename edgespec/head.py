@@ -1,6 +1,6 @@
 """Heads that have only some of the vocabulary's tokens: which column means which token, and rows over all of them.
 
-Knows arrays; nothing of graphs or files of a bundle.
+Knows arrays; nothing of graphs or of what else is in a bundle.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ class Head:
 
     Attributes:
         ids: token of each column of the graph's logits, ascending, shape (h,).
-        vocab_size: columns of the rows that callers see.
+        vocab_size: of all tokens.
     """
 
     ids: NDArray[np.int64]
     vocab_size: int
+
+    def below(self, vocab_size: int) -> Head:
+        """The head without the tokens that a smaller vocabulary does not have; they are its last columns."""
+        return Head(self.ids[: np.searchsorted(self.ids, vocab_size)], vocab_size)
 
 
 def read_head(file: Path, vocab_size: int) -> Head:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,16 @@ class Noise:
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = secrets.randbits(64) if seed is None else seed
+        # One generator that is led from address to address: making one takes several times as long.
+        self._bits = np.random.Philox(key=self.seed)
+        self._state: Any = self._bits.state
+        self._generator = np.random.Generator(self._bits)
 
     def uniforms(self, start: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
         """`count` independent draws from [0, 1) for the round that starts at position `start`."""
-        bits = np.random.Philox(key=self.seed, counter=[0, 0, start, int(purpose)])
-        return np.random.Generator(bits).random(count)
+        self._state["state"]["counter"][2:] = start, purpose
+        self._bits.state = self._state  # the state at the beginning of a counter: nothing left over from another
+        return self._generator.random(count)
 
     def choose(self, weights: NDArray[np.float32], position: int) -> int:
         """The token that wins the race of `weights` at a position: arg max of log weight + Gumbel noise.

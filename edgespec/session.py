@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgespec.bundle import ModelInfo
 from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import BundleError, ContextOverflowError, SessionError
-from edgespec.head import Head, Spreader
+from edgespec.head import Head
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
@@ -47,7 +47,7 @@ class DecoderSession:
         lender: a session of the same model in another precision whose cache this one uses instead of its own. What
             the lender has read need not be read again; what this one writes behind it, the lender overwrites.
         session: ONNX Runtime's own, when the graph is loaded already.
-        head: the tokens of the graph's head where it has not all of them; rows are spread over the vocabulary.
+        head: the tokens of the graph's head where it has not all of them.
 
     Attributes:
         interrupt: of the answer that is being made, or `None`.
@@ -80,7 +80,11 @@ class DecoderSession:
         outputs = {o.name: o.shape for o in self.session.get_outputs()}
         types = {v.name: v.type for v in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._vocab_size = _vocab_size(outputs, path)
-        self._spread = _spreader(head, self._vocab_size, path)
+        self.head = head
+        if head is not None and len(head.ids) != self._vocab_size:
+            raise SessionError(
+                f"{path} has {self._vocab_size} columns of logits and {len(head.ids)} tokens; export it again"
+            )
         self.is_shared = "past_len" in inputs
         self._has_keep = "keep" in inputs
         self._binding = self.session.io_binding()
@@ -110,7 +114,7 @@ class DecoderSession:
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size if self._spread is None else self._spread.head.vocab_size
+        return self._vocab_size
 
     @property
     def context_length(self) -> int:
@@ -126,8 +130,9 @@ class DecoderSession:
         if self._lender is not None:
             self._borrow(context)
         length = min(self._length, len(context) - 1)
-        differs = self._tokens[:length] != context[:length]
-        self.rewind(int(differs.argmax()) if differs.any() else length)
+        cached, wanted = self._tokens[:length], context[:length]
+        # Nearly always they are the same, which bytes tell at less than half the cost of comparing elements.
+        self.rewind(length if cached.tobytes() == wanted.tobytes() else int((cached != wanted).argmax()))
         return context[self._length :]
 
     def pretend(self, length: int) -> None:
@@ -170,7 +175,7 @@ class DecoderSession:
             row_rule=self.row_rule,
             lender=lender,
             session=self.session,
-            head=None if self._spread is None else self._spread.head,
+            head=self.head,
         )
 
     def check(self, info: ModelInfo) -> None:
@@ -182,7 +187,7 @@ class DecoderSession:
         shapes = list(self.cache_shapes(0).values())
         kind = "shared" if self.is_shared else "growing"
         facts = {"cache": kind, "num_layers": len(shapes) // 2, "num_kv_heads": shapes[0][1], "head_dim": shapes[0][3]}
-        facts["vocab_size"] = self.vocab_size
+        facts["vocab_size"] = self.vocab_size if self.head is None else self.head.vocab_size
         for name, found in facts.items():
             if getattr(info, name) != found:
                 raise BundleError(
@@ -254,15 +259,15 @@ class DecoderSession:
         self._cache.commit(total)
         self._append(tokens)
         end = (keep if self._has_keep else size) - pad
-        found = self._logits[end - rows : end].astype(np.float32, copy=False)
-        return found if self._spread is None else self._spread(found)
+        return self._logits[end - rows : end].astype(np.float32, copy=False)
 
     def _bind(self, tokens: Tokens, size: int, keep: int, total: int) -> None:
         if size > len(self._ids):
             self._ids = np.zeros(size, np.int64)
             self._id_values, self._bound = {}, (0, 0)
         self._ids[: len(tokens)] = tokens
-        self._ids[len(tokens) : size] = tokens[-1]
+        if size > len(tokens):
+            self._ids[len(tokens) : size] = tokens[-1]
         self._past_len[0], self._keep[0] = self._length, keep
         if self._growing_inputs:
             self._bind_growing(size, total)
@@ -299,12 +304,6 @@ class DecoderSession:
             self._tokens = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._tokens[self._length : end] = tokens
         self._length = end
-
-
-def _spreader(head: Head | None, num_columns: int, path: Path) -> Spreader | None:
-    if head is not None and len(head.ids) != num_columns:
-        raise SessionError(f"{path} has {num_columns} columns of logits and {len(head.ids)} tokens; export it again")
-    return None if head is None else Spreader(head)
 
 
 def _vocab_size(outputs: dict[str, Any], path: Path) -> int:

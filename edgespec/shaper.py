@@ -6,6 +6,7 @@ Composed once per answer. Knows arrays; nothing of models.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,29 @@ class Constraint(Processor, Protocol):
 
     def num_possible(self, answer: NDArray[np.int64], drafted: NDArray[np.int64]) -> int:
         """How many of the leading `drafted` tokens may follow `answer`; an end token is the last that may."""
+
+
+class ShapedRows:
+    """Distributions that are made when they are looked at: those behind a rejection never are.
+
+    Args:
+        logits: adjusted, shape (rows, vocab); overwritten.
+        params: temperature above 0.
+    """
+
+    def __init__(self, logits: NDArray[np.float32], params: SamplingParams) -> None:
+        self._rows, self._params = logits, params
+        self._is_shaped = [False] * len(logits)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> NDArray[np.float32]:
+        if not self._is_shaped[index]:
+            shape(self._rows[index : index + 1], self._params)
+            self._is_shaped[index] = True
+        row: NDArray[np.float32] = self._rows[index]
+        return row
 
 
 class Shaper:
@@ -62,6 +86,11 @@ class Shaper:
     def is_greedy(self) -> bool:
         return self.params.is_greedy
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything comes before temperature and cuts: only then do rows depend on the text or on token ids."""
+        return bool(self._processors)
+
     def adjust(
         self, logits: NDArray[np.float32], context: NDArray[np.int64], drafted: NDArray[np.int64]
     ) -> NDArray[np.float32]:
@@ -84,12 +113,18 @@ class Shaper:
         """The distributions that tokens are really sampled from, shape (rows, columns). Arguments as `adjust`."""
         return shape(self.adjust(logits, context, drafted), self.params)
 
+    def distributions(
+        self, logits: NDArray[np.float32], context: NDArray[np.int64], drafted: NDArray[np.int64]
+    ) -> ShapedRows:
+        """The rows of `shape`, each made when it is first asked for."""
+        return ShapedRows(self.adjust(logits, context, drafted), self.params)
+
     def is_possible(self, row: NDArray[np.float32], token: int) -> bool:
         """Whether a token chosen from a row that was adjusted (greedy) or shaped has any probability.
 
         It has none only where nothing in the row has.
         """
-        return bool(row[token] > (-np.inf if self.is_greedy else 0))
+        return row.item(token) > (-inf if self.is_greedy else 0)
 
     def num_possible(self, context: NDArray[np.int64], drafted: NDArray[np.int64]) -> int:
         """How many of the leading `drafted` tokens the constraint lets follow `context`."""

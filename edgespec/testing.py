@@ -11,6 +11,7 @@ import numpy as np
 
 from edgespec.contracts import Drafter, GoesOn, Rows, Tokens
 from edgespec.errors import ContextOverflowError
+from edgespec.head import Head
 from edgespec.noise import Noise
 from edgespec.shaper import Shaper
 from edgespec.verify import Draft
@@ -23,21 +24,33 @@ class TableScorer:
         logits: context, shape (n,) -> row, shape (vocab_size,).
         vocab_size: columns of a row.
         context_length: most tokens that it accepts.
+        head: tokens of the columns, where it has some of the vocabulary only.
 
     Attributes:
         calls: `(number of tokens fed, rows asked for)` of every `forward`.
     """
 
-    def __init__(self, logits: Callable[[Tokens], np.ndarray], vocab_size: int, context_length: int = 4096) -> None:
+    def __init__(
+        self,
+        logits: Callable[[Tokens], np.ndarray],
+        vocab_size: int,
+        context_length: int = 4096,
+        head: Head | None = None,
+    ) -> None:
         self._logits = logits
         self._vocab_size = vocab_size
         self._context_length = context_length
+        self._head = head
         self._tokens = np.empty(0, np.int64)
         self.calls: list[tuple[int, int]] = []
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def head(self) -> Head | None:
+        return self._head
 
     @property
     def context_length(self) -> int:

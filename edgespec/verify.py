@@ -7,6 +7,7 @@ Source: Leviathan et al. 2023 (algorithm 1), Chen et al. 2023 (algorithm 2), Dal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,16 @@ class Draft:
     Attributes:
         tokens: shape (n,); n may be 0.
         dists: the distribution q that each token was really drawn from, shape (n, vocab), rows summing to 1; or
-            `None` where the proposal is deterministic (q is one-hot).
+            `None` where the proposal is deterministic (q is one-hot). With `ids` shape (n, len(ids)).
         confidences: how sure the drafter is of each token, from 0 to 1, n of them; only their order matters. Empty
             where it does not say. Plays no part in what is emitted.
+        ids: token of each column of `dists`, ascending; all others have q = 0. `None` where column t is token t.
     """
 
     tokens: NDArray[np.int64]
     dists: NDArray[np.float32] | None = None
     confidences: tuple[float, ...] = ()
+    ids: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -40,6 +43,20 @@ class Draft:
             return self
         assert self.dists is None
         return Draft(self.tokens[:count], confidences=self.confidences[:count])
+
+    def q(self, index: int) -> float:
+        """The probability with which the token at `index` was drafted."""
+        if self.dists is None:
+            return 1.0
+        token = self.tokens[index]
+        return float(self.dists[index, token if self.ids is None else np.searchsorted(self.ids, token)])
+
+
+class Distributions(Protocol):
+    """Distributions by the number of drafted tokens that they follow: an array of them, or made when asked for."""
+
+    def __getitem__(self, index: int, /) -> NDArray[np.float32]:
+        """Shape (vocab,)."""
 
 
 EMPTY_DRAFT = Draft(np.empty(0, np.int64))
@@ -53,11 +70,6 @@ class Verdict:
     token: int
 
 
-def _num_accepted(accept: NDArray[np.bool_]) -> int:
-    """Length of the leading run of acceptances."""
-    return int(accept.argmin()) if not accept.all() else len(accept)
-
-
 def verify_greedy(logits: NDArray[np.float32], draft: Draft) -> Verdict:
     """Accept drafted tokens as long as they are the target's arg max.
 
@@ -65,9 +77,12 @@ def verify_greedy(logits: NDArray[np.float32], draft: Draft) -> Verdict:
         logits: shape (n + 1, vocab): row i is what the target says after i drafted tokens.
         draft: n tokens; its distributions play no part.
     """
-    best = logits.argmax(axis=1)
-    accepted = _num_accepted(best[:-1] == draft.tokens)
-    return Verdict(accepted, int(best[accepted]))
+    # Row by row: those behind the first difference are megabytes that nobody needs to look at.
+    for i, drafted in enumerate(draft.tokens.tolist()):
+        token = int(logits[i].argmax())
+        if token != drafted:
+            return Verdict(i, token)
+    return Verdict(len(draft), int(logits[len(draft)].argmax()))
 
 
 def acceptance_rates(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -75,35 +90,38 @@ def acceptance_rates(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[
     return np.divide(p, q, out=(p > 0).astype(np.float64), where=p < q)
 
 
-def verify_rejection(probs: NDArray[np.float32], draft: Draft, noise: Noise, start: int) -> Verdict:
+def verify_rejection(probs: Distributions, draft: Draft, noise: Noise, start: int) -> Verdict:
     """Accept token x with probability min(1, p(x) / q(x)); emit from the residual, or the bonus token from p.
 
     The emitted tokens are distributed exactly as p, whatever q is, as long as each drafted token was drawn from
     its q.
 
     Args:
-        probs: the target's shaped distributions p, shape (n + 1, vocab), rows summing to 1.
+        probs: the target's shaped distributions p, n + 1 of shape (vocab,), summing to 1. Those behind the first
+            rejection are not looked at.
         draft: n tokens and their q.
         noise: of this answer.
         start: number of committed tokens when the round began.
     """
-    n = len(draft)
-    steps = np.arange(n)
-    p = probs[steps, draft.tokens].astype(np.float64)
-    q = np.ones(n) if draft.dists is None else draft.dists[steps, draft.tokens].astype(np.float64)
-    accepted = _num_accepted(noise.uniforms(start, Purpose.ACCEPT, n) < acceptance_rates(p, q))
-    row = probs[accepted] if accepted == n else residual(probs[accepted], draft, accepted)
+    uniforms = noise.uniforms(start, Purpose.ACCEPT, len(draft))
+    accepted = 0
+    while accepted < len(draft):
+        p, q = probs[accepted][draft.tokens[accepted]], draft.q(accepted)
+        if not uniforms[accepted] < acceptance_rates(np.array([p], np.float64), np.array([q]))[0]:
+            break
+        accepted += 1
+    row = probs[accepted] if accepted == len(draft) else residual(probs[accepted], draft, accepted)
     return Verdict(accepted, draw(row, float(noise.uniforms(start, Purpose.EMIT, 1)[0])))
 
 
-def verify_coupled(probs: NDArray[np.float32], draft: Draft, noise: Noise, start: int) -> Verdict:
+def verify_coupled(probs: Distributions, draft: Draft, noise: Noise, start: int) -> Verdict:
     """Accept drafted tokens as long as they are what the target chooses with the noise of their positions.
 
     What is emitted does not depend on the draft at all. A draft is accepted often if it was chosen with the same
     noise (Gumbel coupling; Daliri et al. 2025).
 
     Args:
-        probs: the target's shaped distributions p, shape (n + 1, vocab).
+        probs: the target's shaped distributions p, n + 1 of shape (vocab,).
         draft: n tokens; its distributions play no part.
         noise: of this answer.
         start: number of committed tokens when the round began, the position of the first drafted one.
@@ -112,7 +130,7 @@ def verify_coupled(probs: NDArray[np.float32], draft: Draft, noise: Noise, start
         token = noise.choose(probs[i], start + i)
         if token != drafted:  # later rows follow a text that is not the target's
             return Verdict(i, token)
-    return Verdict(len(draft), noise.choose(probs[-1], start + len(draft)))
+    return Verdict(len(draft), noise.choose(probs[len(draft)], start + len(draft)))
 
 
 def residual(p: NDArray[np.float32], draft: Draft, index: int) -> NDArray[np.float32]:
@@ -123,7 +141,9 @@ def residual(p: NDArray[np.float32], draft: Draft, index: int) -> NDArray[np.flo
     rest = p.copy()
     if draft.dists is None:
         rest[draft.tokens[index]] = 0
-    else:
+    elif draft.ids is None:
         rest -= draft.dists[index]
         np.maximum(rest, 0, out=rest)
+    else:
+        rest[draft.ids] = np.maximum(rest[draft.ids] - draft.dists[index], 0)
     return rest if rest.any() else p

@@ -16,14 +16,17 @@ from edgespec.proof.replay import ReplayScorer
 from edgespec.sampling import draw
 from edgespec.shaper import Shaper
 from edgespec.testing import TableScorer
-from edgespec.verify import Draft, Verdict, acceptance_rates, residual
+from edgespec.verify import Distributions, Draft, Verdict, acceptance_rates, residual
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 Rule = Callable[[np.ndarray, Draft, Noise, int], Verdict]
 
 
 def _rule(rule: Rule) -> Fault:
-    return lambda patch: patch.setattr(decoder, "verify_rejection", rule)
+    def over_all_rows(probs: Distributions, draft: Draft, noise: Noise, start: int) -> Verdict:
+        return rule(np.stack([probs[i] for i in range(len(draft) + 1)]), draft, noise, start)
+
+    return lambda patch: patch.setattr(decoder, "verify_rejection", over_all_rows)
 
 
 def _accepted(probs: np.ndarray, draft: Draft, uniforms: np.ndarray) -> int:

@@ -25,6 +25,7 @@ LAYERS = [
         "sampling",
         "processors",
         "shaper",
+        "head",
         "stats",
         "verify",
         "theory",
@@ -35,7 +36,6 @@ LAYERS = [
     ["contracts"],
     [
         "fields",
-        "head",
         "bundle",
         "kv",
         "ort",

@@ -15,6 +15,14 @@ def test_a_draw_depends_on_its_address_alone() -> None:
     assert np.array_equal(noise.uniforms(10, Purpose.ACCEPT, 4), other.uniforms(10, Purpose.ACCEPT, 4))
 
 
+def test_an_address_is_a_counter_of_philox() -> None:
+    """In any order, and whatever was left over from the draw before, the numbers are those of a fresh generator."""
+    noise = Noise(9)
+    for start, purpose, count in ((4, 1, 3), (0, 3, 1), (2**40, 2, 5), (4, 1, 7), (0, 3, 2)):
+        fresh = np.random.Generator(np.random.Philox(key=9, counter=[0, 0, start, purpose])).random(count)
+        assert np.array_equal(noise.uniforms(start, Purpose(purpose), count), fresh)
+
+
 def test_a_longer_draw_begins_with_the_shorter_one() -> None:
     """Asking for more numbers does not change the first ones."""
     assert np.array_equal(Noise(1).uniforms(7, Purpose.DRAFT, 9)[:4], Noise(1).uniforms(7, Purpose.DRAFT, 4))

@@ -102,6 +102,28 @@ def test_certain_outcomes() -> None:
         assert verdict.token in (2, 3)
 
 
+def test_a_q_over_some_tokens_is_one_with_zeros() -> None:
+    """Columns that are not there count as 0: the same verdicts, draw for draw, and the same residual."""
+    rng = np.random.default_rng(4)
+    for seed in range(300):
+        probs, ids = distributions(seed, 4, 9), np.array([1, 2, 4, 7])
+        short = rng.dirichlet(np.ones(4), 3).astype(np.float32)
+        wide = np.zeros((3, 9), np.float32)
+        wide[:, ids] = short
+        tokens = rng.choice(ids, 3)
+        few, all_of_it = Draft(tokens, short, ids=ids), Draft(tokens, wide)
+        assert verify_rejection(probs, few, Noise(seed), 5) == verify_rejection(probs, all_of_it, Noise(seed), 5)
+        assert np.array_equal(residual(probs[1], few, 1), residual(probs[1], all_of_it, 1))
+
+
+def test_rows_behind_a_rejection_are_not_looked_at() -> None:
+    """Neither by the greedy rule nor by the sampled one: they may not even be there."""
+    p = np.array([[0.5, 0.5, 0.0, 0.0]], np.float32)
+    draft = Draft(np.array([2, 1, 0]))
+    assert verify_rejection(p, draft, Noise(0), 3).accepted == 0
+    assert verify_greedy(p, draft).accepted == 0
+
+
 def test_an_empty_draft_samples_from_p() -> None:
     """Draft length 0 is plain sampling."""
     p = distributions(4, 1, 5)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.contracts import Drafter, GoesOn, Rows, Scorer, Tokens
+from edgespec.head import Spreader
 from edgespec.noise import Noise, Purpose
 from edgespec.sampling import draw
 from edgespec.shaper import Shaper
@@ -20,10 +21,14 @@ class ModelDrafter(Drafter):
     Its cache follows the committed text by `sync`: rejected tokens are rewound, tokens that it has not read (the
     prompt, the last of a draft that was accepted whole) are read when it is next asked.
 
+    Rows of a head with few tokens stay as short as they are where that gives the same distribution: temperature and
+    cuts do not care which tokens there are. What goes by token ids (penalties, bans, grammars, shared noise) gets
+    rows over the whole vocabulary.
+
     Args:
         scorer: the draft model.
-        vocab_size: columns of the target's logits. A draft may have more or fewer padding columns; distributions
-            are cut or filled with zeros to this width.
+        vocab_size: columns of the target's logits. A draft may have more or fewer padding columns; its missing
+            columns have probability 0.
         is_coupled: choose with the noise of each position, which `verify_coupled` shares, instead of drawing. The
             noise known, nothing is left to chance, so such a draft has no distributions.
     """
@@ -34,6 +39,10 @@ class ModelDrafter(Drafter):
         self.scorer = scorer
         self.vocab_size = vocab_size
         self.is_coupled = is_coupled
+        # Columns that the target does not have are padding: they must not be drafted.
+        head = None if scorer.head is None else scorer.head.below(vocab_size)
+        self._width = vocab_size if head is None else len(head.ids)
+        self._spread = None if head is None else Spreader(head)
         self._dists = np.zeros((0, vocab_size), np.float32)
 
     def backlog(self, context: Tokens) -> int:
@@ -45,39 +54,47 @@ class ModelDrafter(Drafter):
         limit = min(limit, self.scorer.context_length - len(context))
         if limit < 1:
             return EMPTY_DRAFT
-        tokens = np.empty(limit, np.int64)
         draws = not (shaper.is_greedy or self.is_coupled)
-        dists = self._room_for(limit) if draws else None
-        text = np.concatenate([context, tokens])  # what each drafted token follows
-        uniforms = noise.uniforms(len(context), Purpose.DRAFT, limit) if draws else np.zeros(limit)
+        ids = self._short_ids(shaper)
+        dists = self._room_for(limit, self.vocab_size if ids is None else len(ids)) if draws else None
+        uniforms = noise.uniforms(len(context), Purpose.DRAFT, limit).tolist() if draws else [0.0] * limit
+        text = np.concatenate([context, np.empty(limit, np.int64)])  # what each drafted token follows
         confidences: list[float] = []
+        start = end = len(context)
         pending = self.scorer.sync(context)
-        for i in range(limit):
-            # Columns that the target does not have are padding: they must not be drafted.
-            logits = self.scorer.forward(pending, 1)[:, : self.vocab_size]
-            before = text[: len(context) + i]
-            row, tokens[i] = self._choose(logits, before, shaper, noise, uniforms[i])
-            if not shaper.is_possible(row, tokens[i]):
-                return _first(i, tokens, dists, confidences)
-            confidences.append(_confidence(row, tokens[i], shaper.is_greedy))
+        for uniform in uniforms:
+            logits = self.scorer.forward(pending, 1)[:, : self._width]
+            if ids is None and self._spread is not None:
+                logits = self._spread(logits)
+            row, column = self._choose(logits, text[:end], shaper, noise, uniform)
+            if not shaper.is_possible(row, column):
+                break
+            confidences.append(_confidence(row, column, shaper.is_greedy))
             if dists is not None:
-                dists[i, : len(row)] = row
-            if tokens[i] in shaper.eos_token_ids or (goes_on is not None and not goes_on(confidences)):
-                return _first(i + 1, tokens, dists, confidences)
-            text[len(before)] = tokens[i]
-            pending = tokens[i : i + 1]
-        return Draft(tokens, dists, tuple(confidences))
+                dists[end - start, : len(row)] = row
+            token = column if ids is None else int(ids[column])
+            text[end] = token
+            pending = text[end : end + 1]
+            end += 1
+            if token in shaper.eos_token_ids or (goes_on is not None and not goes_on(confidences)):
+                break
+        return Draft(text[start:end], None if dists is None else dists[: end - start], tuple(confidences), ids)
 
-    def _room_for(self, limit: int) -> Rows:
+    def _short_ids(self, shaper: Shaper) -> NDArray[np.int64] | None:
+        """Tokens of the head's columns if rows can stay as they are, `None` if they are over the vocabulary."""
+        is_by_id = shaper.changes_logits or (self.is_coupled and not shaper.is_greedy)
+        return None if self._spread is None or is_by_id else self._spread.head.ids
+
+    def _room_for(self, limit: int, width: int) -> Rows:
         """Rows for the distributions of a draft, used again by the next one. Padding columns are 0 for good."""
-        if limit > len(self._dists):
-            self._dists = np.zeros((limit, self.vocab_size), np.float32)
+        if self._dists.shape[1] != width or limit > len(self._dists):
+            self._dists = np.zeros((limit, width), np.float32)
         return self._dists[:limit]
 
     def _choose(
         self, logits: Rows, before: Tokens, shaper: Shaper, noise: Noise, uniform: float
     ) -> tuple[NDArray[np.float32], int]:
-        """The row that a token is chosen from, and the token."""
+        """The row that a token is chosen from, and the token's column."""
         if shaper.is_greedy:
             row = shaper.adjust(logits, before, before[:0])[0]
             return row, int(row.argmax())
@@ -85,14 +102,9 @@ class ModelDrafter(Drafter):
         return row, noise.choose(row, len(before)) if self.is_coupled else draw(row, uniform)
 
 
-def _first(count: int, tokens: Tokens, dists: Rows | None, confidences: list[float]) -> Draft:
-    return Draft(tokens[:count], None if dists is None else dists[:count], tuple(confidences))
-
-
 def _confidence(row: NDArray[np.float32], token: int, is_logits: bool) -> float:
     """How certain the draft model is: the probability of its first choice, or what the margin of two logits says."""
     if not is_logits:
         return float(row.max())
-    best, row[token] = row[token], -np.inf
-    second, row[token] = row.max(), best
-    return 1 / (1 + exp(min(float(second - best), 0.0)))
+    best, row[token] = row.item(token), -inf  # nobody reads the row again
+    return 1 / (1 + exp(min(float(row.max()) - best, 0.0)))

@@ -42,12 +42,15 @@ class Identity:
 
 def proposal(draft: Draft, index: int, vocab_size: int) -> Rows:
     """The distribution q of a drafted token, one-hot where it is deterministic: shape (vocab,)."""
-    if draft.dists is not None:
-        row: Rows = draft.dists[index]
-        return row
-    one_hot = np.zeros(vocab_size, np.float32)
-    one_hot[draft.tokens[index]] = 1
-    return one_hot
+    if draft.dists is not None and draft.ids is None:
+        whole: Rows = draft.dists[index]
+        return whole
+    row = np.zeros(vocab_size, np.float32)
+    if draft.dists is None:
+        row[draft.tokens[index]] = 1
+    else:
+        row[draft.ids] = draft.dists[index]
+    return row
 
 
 def emitted(p: Rows, draft: Draft, index: int) -> theory.Floats:

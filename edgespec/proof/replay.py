@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.contracts import Rows, Scorer, Tokens
+from edgespec.head import Head
 
 _MEMORY = 128 * 2**20  # bytes of remembered rows
 
@@ -37,6 +38,10 @@ class ReplayScorer:
     @property
     def vocab_size(self) -> int:
         return self.scorer.vocab_size
+
+    @property
+    def head(self) -> Head | None:
+        return self.scorer.head
 
     @property
     def context_length(self) -> int:
