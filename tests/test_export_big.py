@@ -144,6 +144,31 @@ def test_weights_without_the_decoders_prefix_are_found(llama: Path, tmp_path: Pa
     assert found["model.norm.weight"] == "norm.weight"
 
 
+def test_weights_under_earlier_names_are_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model's class says how they were called, as transformers reads them when it is told the same."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    mapping = {r"^model\.blocks\.(?!odd)": "model.layers.", "^output": "lm_head"}
+    folder = shutil.copytree(llama, tmp_path / "old")
+    weights = load_file(llama / "model.safetensors")
+    old = {name.replace("layers", "blocks"): weight for name, weight in weights.items()}
+    write(folder / "model.safetensors", **old)
+    with pytest.raises(ExportError, match="lacks the weight"):
+        find_weights(make_skeleton(folder), Checkpoint(folder))
+    monkeypatch.setattr(LlamaForCausalLM, "_checkpoint_conversion_mapping", mapping)
+    tokens = np.arange(3, 43)
+    found = compute_reference(read_folder(folder, tmp_path, "tests"), tokens, tmp_path / "rows.npy").logits
+    model = AutoModelForCausalLM.from_pretrained(folder, key_mapping=mapping, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(found, torch_logits(llama, tokens), atol=1e-5)
+
+
 def test_the_checked_layers_cover_every_kind() -> None:
     """Of a large model, as many of the first layers as show every kind that the configuration lists."""
     large = 10**9

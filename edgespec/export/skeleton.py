@@ -7,6 +7,7 @@ themselves, are real.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def set_head_size(model: Any, head_size: int) -> Any:
 def find_weights(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Which weight of the checkpoint each parameter is: its name in the model -> its name in the file.
 
-    A parameter may be stored under the name of another that is tied to it, and with or without the prefix that
-    sets the decoder apart from its head.
+    A parameter may be stored under the name of another that is tied to it, with or without the prefix that sets the
+    decoder apart from its head, and under an older name that the model's class knows.
 
     Raises:
         ExportError: one is missing, or has another shape.
@@ -57,10 +58,12 @@ def find_weights(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     prefix = f"{model.base_model_prefix}."
+    renamed = {_rename(model, name): name for name in checkpoint}
     found = {}
     for name, parameter in model.named_parameters():
         candidates = [c for n in names[id(parameter)] for c in (n, n.removeprefix(prefix), prefix + n)]
         stored = next((c for c in candidates if c in checkpoint), None)
+        stored = stored or next((renamed[c] for c in candidates if c in renamed), None)
         if stored is None:
             raise ExportError(f"{checkpoint.folder} lacks the weight {name}; download it again")
         if checkpoint.shape(stored) != tuple(parameter.shape):
@@ -70,6 +73,15 @@ def find_weights(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
             )
         found[name] = stored
     return found
+
+
+def _rename(model: Any, stored: str) -> str:
+    """The present name of a weight that was stored under an earlier one, as transformers maps it on loading."""
+    for pattern, replacement in getattr(model, "_checkpoint_conversion_mapping", {}).items():
+        name, count = re.subn(pattern, replacement, stored)
+        if count:
+            return name
+    return stored
 
 
 def stand_in(model: Any) -> None:
