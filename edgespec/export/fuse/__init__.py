@@ -2,7 +2,8 @@
 
 `fuse` finds each layer's attention from its cache inputs and outputs, works out masks, scales and rope tables by
 running pieces of the graph, and replaces it by GroupQueryAttention, all layers or none. `keep_rows` lets the LM head
-compute only the rows asked for, in fused and other graphs. `tidy` makes the graph smaller and ready to quantise.
+compute only the rows asked for, in fused and other graphs. `tidy` makes the graph smaller and ready to quantise, and
+`add_hidden` lets a draft see what some layers read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from edgespec.export.fuse.build import drop_identities
 from edgespec.export.fuse.emit import Emitted, Emitter
 from edgespec.export.fuse.facts import Facts
 from edgespec.export.fuse.fold import fold_constants
+from edgespec.export.fuse.hidden import add_hidden
 from edgespec.export.fuse.layer import LayerMatch, find_layer
 from edgespec.export.fuse.limits import check_config, check_layers
 from edgespec.export.fuse.report import FuseReport, NoMatch
@@ -25,6 +27,7 @@ from edgespec.export.fuse.tidy import drop_casts, fold_norms, gemm_to_matmul, ti
 __all__ = [
     "FuseReport",
     "NoMatch",
+    "add_hidden",
     "fold_constants",
     "fold_norms",
     "fuse",

@@ -21,7 +21,7 @@ def keep_rows(model: ir.Model) -> bool:
     """
     if any(value.name == KEEP for value in model.graph.inputs):
         return True
-    head = _find_head(model.graph)
+    head = find_head(model.graph)
     if head is None:
         return False
     builder = Builder(model.graph)
@@ -41,7 +41,7 @@ def _logits(graph: ir.Graph) -> ir.Value | None:
     return next((value for value in graph.outputs if value.name == "logits"), None)
 
 
-def _find_head(graph: ir.Graph) -> ir.Node | None:
+def find_head(graph: ir.Graph) -> ir.Node | None:
     """Walk back from the logits through scaling, soft cap and bias to the product with the head's weight."""
     value = _logits(graph)
     while value is not None and (node := value.producer()) is not None:
