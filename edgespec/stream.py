@@ -15,7 +15,8 @@ class TextStream(AnswerView, Iterator[str]):
 
     Nothing happens before the first piece is asked for; then the engine works for this stream alone until it ends.
     Leaving the loop early and closing the stream (or leaving its `with` block, or dropping it) frees the engine. All
-    methods may be called from any thread; two threads that iterate share the pieces.
+    methods may be called from any thread. Threads that iterate at the same time share the pieces as those of a queue:
+    each piece goes to one of them, and `text_so_far` has them all.
 
     Iterating raises what `Engine.chat` says, and BusyError, SessionError or ContextOverflowError where the engine
     is busy, ONNX Runtime fails or the prompt does not fit.

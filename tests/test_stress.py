@@ -47,6 +47,23 @@ def script(code: str, bundle: Path, **more: object) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, **more)
 
 
+def test_threads_that_iterate_one_stream_share_it(engine: Engine) -> None:
+    """As a queue: no piece is lost or given twice, each thread gets its own in order, the whole is in the stream."""
+    expected = [piece.text for piece in engine.fork(COUPLED).chat(HELLO, LONG).pieces()]
+    stream = engine.fork(COUPLED).chat(HELLO, LONG)
+    taken: list[list[str]] = [[], [], []]
+    threads = [threading.Thread(target=lambda mine: mine.extend(stream), args=(mine,)) for mine in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stream.text_so_far == "".join(expected)
+    assert sorted("".join(map("".join, taken))) == sorted(stream.text_so_far)
+    for mine in taken:
+        rest = iter(stream.text_so_far)
+        assert all(letter in rest for letter in "".join(mine))  # a subsequence
+
+
 def test_two_hundred_answers_cancelled_at_random_moments(engine: Engine, tiny_pair: Path) -> None:
     """By every way there is, while reading and while writing; afterwards texts are those of a fresh engine."""
     engine = engine.fork(COUPLED)
