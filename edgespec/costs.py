@@ -27,11 +27,14 @@ class CostTable:
         pasts: cached tokens at which was measured, ascending.
         rows: rows of a call at which was measured, ascending, from 1.
         seconds: `seconds[i][j]` at `pasts[i]` and `rows[j]`.
+        uncertainty: share by which a time may be wrong, as for most of them; large if the machine was busy, 0 if it is
+            not known.
     """
 
     pasts: tuple[int, ...]
     rows: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
+    uncertainty: float = 0.0
 
     def __post_init__(self) -> None:
         assert len(self.seconds) == len(self.pasts) > 0, self

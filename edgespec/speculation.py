@@ -101,15 +101,20 @@ def make_policy(
 def _profile(
     runtime: RuntimeParams, manifest: Manifest, target: DecoderSession, draft: DecoderSession | None
 ) -> Profile:
-    """The stored profile, or a quick one that is stored."""
-    from edgespec.probe import measure_costs
+    """The stored profile, or a quick one that is stored. One of a busy machine is measured again at the next load."""
+    from edgespec.probe import measure_costs, measure_pair
 
     key = profile_name(manifest, runtime, target.provider, target.row_rule, has_draft=draft is not None)
-    profile = read_profile(key)
-    if profile is None:
-        drafted = None if draft is None else measure_costs(draft, _QUICK_S)
-        profile = Profile(measure_costs(target, _QUICK_S), drafted)
-        write_profile(key, profile)
+    stored = read_profile(key)
+    if stored is not None and not stored.is_doubtful:
+        return stored
+    if draft is None:
+        profile = Profile(measure_costs(target, _QUICK_S), None)
+    else:
+        profile = Profile(*measure_pair(target, draft, 2 * _QUICK_S))
+    if stored is not None:
+        profile = replace(min(profile, stored, key=lambda one: one.uncertainty), tries=stored.tries + 1)
+    write_profile(key, profile)
     return profile
 
 

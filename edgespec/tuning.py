@@ -24,8 +24,8 @@ from edgespec.costs import CostCurve, CostTable
 from edgespec.invariance import probe_tokens
 from edgespec.params import RuntimeParams, Spinning
 from edgespec.prepacked import open_graph
-from edgespec.probe import ROWS, is_steady, measure_costs, median_error
-from edgespec.profile import Advice, Profile, write_profile
+from edgespec.probe import is_steady, leveled, measure_costs, measure_pair, median_error
+from edgespec.profile import MOST_TRIES, Advice, Profile, write_profile
 from edgespec.session import DecoderSession
 from edgespec.speculation import MAX_ROWS, advice_name, profile_name
 
@@ -37,8 +37,8 @@ _SPINNINGS: tuple[Spinning, ...] = ("off", "stop", "on")  # the gentlest first
 # A round of the sweep: so many single rows (of the draft model where there is one), then a call over one row more.
 _DRAFTED = 4
 _SWEEP_PAST = 256
-# Shares of the budget: the sweep, then the target's curve, the rest for the draft's.
-_SWEEP_SHARE, _TARGET_SHARE = 0.5, 0.35
+# Shares of the budget: the sweep, then the curve of the target alone, the rest for those of the pair.
+_SWEEP_SHARE, _TARGET_SHARE = 0.5, 0.175
 _PREFILL_TOKENS = 256
 # Sessions that are open at once for the sake of taking turns, in bytes of their files.
 _MOST_BYTES = 2 << 30
@@ -52,7 +52,8 @@ class Candidate:
 
     Attributes:
         single_s: four steps and a five-row call of the target.
-        pair_s: four steps of the draft model and a five-row call of the target; empty without a draft model.
+        pair_s: four steps of the draft model and a five-row call of the target; empty without a draft model. Both at
+            the level of the quiet rounds, see `probe.leveled`.
     """
 
     threads: int
@@ -93,6 +94,7 @@ class Tuning:
         paired_target: costs of the target's calls as `pair` runs it.
         prefill_tokens_per_s: of the target.
         break_even: by cached tokens and draft length.
+        is_stored: whether engines will find it: not where the cache folder cannot be written.
     """
 
     candidates: list[Candidate]
@@ -103,12 +105,14 @@ class Tuning:
     draft: CostTable | None
     prefill_tokens_per_s: float
     break_even: list[BreakEven]
+    is_stored: bool
 
     @property
     def uncertainty(self) -> float:
-        """Share by which the median round of a candidate may be wrong: as for most of them; large on a busy machine."""
+        """Share by which figures may be wrong, as for most of a kind: candidates, calls. Large on a busy machine."""
         lines = [line for c in self.candidates for line in (c.single_s, c.pair_s) if line]
-        return median(median_error(line) / median(line) for line in lines)
+        tables = [table for table in (self.target, self.paired_target, self.draft) if table is not None]
+        return max(median(median_error(line) / median(line) for line in lines), *(t.uncertainty for t in tables))
 
 
 def tune(bundle: Bundle, budget_s: float, provider: str, tell: Tell) -> Tuning:
@@ -130,22 +134,22 @@ def tune(bundle: Bundle, budget_s: float, provider: str, tell: Tell) -> Tuning:
     single = gentlest(candidates, lambda c: median(c.single_s))
     pair = gentlest(candidates, lambda c: median(c.pair_s)) if manifest.draft is not None else None
     tell("cost of calls", _SWEEP_SHARE)
-    target_s = budget_s * (_TARGET_SHARE if pair is None else _TARGET_SHARE / 2)
+    target_s = budget_s * (_TARGET_SHARE if pair is not None else 1 - _SWEEP_SHARE)
     with _sessions(bundle, single, provider, with_draft=False) as (target, _):
         name = target.provider
         table = measure_costs(target, target_s, ALL_ROWS, PASTS)
         prefill = _prefill_rate(target)
-    _store(bundle, single, name, Profile(table, None))
+    is_stored = _store(bundle, single, name, Profile(table, None, MOST_TRIES))
     paired, draft_table = None, None
     if pair is not None:
-        tell("cost of calls of both models", _SWEEP_SHARE + _TARGET_SHARE / 2)
+        tell("cost of calls of both models", _SWEEP_SHARE + _TARGET_SHARE)
         with _sessions(bundle, pair, provider, with_draft=True) as (target, draft):
             assert draft is not None
-            paired = measure_costs(target, target_s, ALL_ROWS, PASTS)
-            draft_table = measure_costs(draft, budget_s * (1 - _SWEEP_SHARE - _TARGET_SHARE), ROWS, PASTS)
-        _store(bundle, pair, name, Profile(paired, draft_table))
+            pair_s = budget_s * (1 - _SWEEP_SHARE - _TARGET_SHARE)
+            paired, draft_table = measure_pair(target, draft, pair_s, ALL_ROWS, PASTS)
+        is_stored &= _store(bundle, pair, name, Profile(paired, draft_table, MOST_TRIES))
     even = break_even(table, paired, draft_table)
-    return Tuning(candidates, single, pair, table, paired, draft_table, prefill, even)
+    return Tuning(candidates, single, pair, table, paired, draft_table, prefill, even, is_stored)
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -232,7 +236,10 @@ def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, provide
 
 
 def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DecoderSession | None]], budget_s: float) -> None:
-    """Rounds of all candidates, forwards and backwards, until the budget is spent or the medians are certain."""
+    """Rounds of all candidates, forwards and backwards, until the budget is spent or the medians are certain.
+
+    Their times are then brought to one level: they were taken in turns.
+    """
     started = perf_counter()
     while True:
         for candidate, target, draft in opened:
@@ -245,7 +252,9 @@ def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DecoderSession
         rounds = len(lines[0])
         is_late = (perf_counter() - started) * (rounds + 1) / rounds > budget_s
         if rounds > 1 and (is_late or all(map(is_steady, lines))):
-            return
+            break
+    for line, times in zip(lines, leveled(np.array(lines).T).T.tolist(), strict=True):
+        line[:] = times
 
 
 def _round(target: DecoderSession, drafter: DecoderSession) -> float:
@@ -304,9 +313,9 @@ def _prefill_rate(session: DecoderSession) -> float:
     return count / median(times[1:])
 
 
-def _store(bundle: Bundle, advice: Advice, provider: str, profile: Profile) -> None:
-    """Where `speculation` finds them when an engine with as many models is loaded."""
+def _store(bundle: Bundle, advice: Advice, provider: str, profile: Profile) -> bool:
+    """Where `speculation` finds them when an engine with as many models is loaded. False if that cannot be written."""
     manifest, has_draft = bundle.manifest, profile.draft is not None
     runtime = RuntimeParams(threads=advice.threads, spinning=advice.spinning)
-    write_profile(advice_name(manifest, provider, has_draft=has_draft), advice)
-    write_profile(profile_name(manifest, runtime, provider, None, has_draft=has_draft), profile)
+    key = profile_name(manifest, runtime, provider, None, has_draft=has_draft)
+    return write_profile(advice_name(manifest, provider, has_draft=has_draft), advice) and write_profile(key, profile)

@@ -43,12 +43,13 @@ def _drafting_pays() -> Iterator[None]:
     Tests of the measurement itself imported the real function before this.
     """
 
-    def costs(session: DecoderSession, budget_s: float) -> CostTable:
+    def costs(session: DecoderSession, budget_s: float = 0) -> CostTable:
         seconds = 1e-6 if "draft" in session._path.parts else 1e-4
         return CostTable((16, 1024), (1, 17), ((seconds, seconds), (seconds, seconds)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.probe.measure_costs", costs)
+        patch.setattr("edgespec.probe.measure_pair", lambda target, draft, budget_s: (costs(target), costs(draft)))
         yield
 
 

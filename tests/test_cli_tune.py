@@ -41,6 +41,21 @@ def test_the_report(tiny_pair: Path) -> None:
     assert any(line.startswith("best, and used from now on: ") for line in lines)
 
 
+def test_what_cannot_be_stored_is_not_promised(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the cache folder cannot be written, the report says so, where, and what to do."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EDGESPEC_CACHE", str(tmp_path / "file"))
+    result = tune(tiny_bundle, "--budget", "0.2s")
+    assert result.exit_code == 0, result.output
+    assert "from now on" not in result.stdout
+    assert "\nbest: " in result.stdout
+    assert "could not be stored in" in result.stderr
+    assert str(tmp_path / "file") in " ".join(result.stderr.split())
+    assert not json.loads(tune(tiny_bundle, "--budget", "0.2s", "--json").stdout)["bundles"][0]["is_stored"]
+
+
 def test_json_of_several(tiny_bundle: Path, tmp_path: Path) -> None:
     """One document; the bundle that says most of what the original says in a second is recommended."""
     worse = tmp_path / "worse"

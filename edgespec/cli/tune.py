@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from edgespec.bench.machine import machine
-from edgespec.bundle import Bundle, default_bundle_path, read_bundle
+from edgespec.bundle import Bundle, cache_dir, default_bundle_path, read_bundle
 from edgespec.cli import tables, terminal
 from edgespec.cli.help import HELP
 from edgespec.cli.options import NamedPath, option
@@ -145,8 +145,13 @@ def _write(tuned: Tuned) -> None:
         best.append(f"{tuning.pair.threads} threads, spinning {tuning.pair.spinning} with the draft model")
     terminal.write(
         f"{tuned.plain_tokens_per_s:.0f} tokens/s plain, {tuning.prefill_tokens_per_s:.0f} tokens/s of a prompt\n"
-        f"{_verdict(tuned)}\nbest, and used from now on: {'; '.join(best)}\n\n"
+        f"{_verdict(tuned)}\n{'best, and used from now on' if tuning.is_stored else 'best'}: {'; '.join(best)}\n\n"
     )
+    if not tuning.is_stored:
+        terminal.note(
+            f"what was found could not be stored in {cache_dir()}, so that nothing will use it: make the folder "
+            "writable, or name another one in EDGESPEC_CACHE"
+        )
     if tuning.uncertainty > _BUSY:
         terminal.note(
             f"the machine was busy: figures above may be wrong by {tuning.uncertainty:.0%}; "
