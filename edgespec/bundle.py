@@ -25,7 +25,7 @@ FORMAT = "edgespec"
 FORMAT_VERSION = 1
 MANIFEST = "edgespec.json"
 
-CacheKind = Literal["shared", "growing"]
+CacheKind = Literal["shared", "growing", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,10 @@ class ModelInfo:
 
     Attributes:
         path: of the graph, relative to the bundle, with forward slashes.
-        cache: `shared` (past and present are one buffer, rollback is a number) or `growing` (concatenated).
-        num_layers, num_kv_heads, head_dim: the cache is `[1, num_kv_heads, capacity, head_dim]` twice a layer.
+        cache: `shared` (past and present are one buffer, rollback is a number), `growing` (concatenated), or `none`: a
+            draft that starts from the target's `hidden` and reads no text.
+        num_layers, num_kv_heads, head_dim: the cache is `[1, num_kv_heads, capacity, head_dim]` twice a layer; 0
+            where there is none.
         vocab_size: columns of the logits; at least the tokenizer's, padding rows included.
         context_length: most tokens the cache may hold.
         precision: `fp32`, `fp16`, `int8` or `int4`; `block_size` is None for floats.
@@ -43,7 +45,9 @@ class ModelInfo:
         num_parameters: of the original.
         source: where the weights came from, and their licence (SPDX where known).
         head_ids: relative path of the file with the token of each column of the graph's logits, where its head has
-            not all tokens; `vocab_size` are then the columns that a session makes of them.
+            not all tokens; `vocab_size` is then that of all tokens.
+        hidden_layers: layers whose input is in the graph's output `hidden`, before that of the head; None where the
+            graph has no such output.
     """
 
     path: str
@@ -60,6 +64,11 @@ class ModelInfo:
     source: str
     licence: str | None
     head_ids: str | None = None
+    hidden_layers: tuple[int, ...] | None = None
+
+    @property
+    def has_hidden(self) -> bool:
+        return self.hidden_layers is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +274,14 @@ def _manifest(fields: Fields) -> Manifest:
 
 
 def _model_info(fields: Fields) -> ModelInfo:
+    cache = cast(CacheKind, fields.choice("cache", ("shared", "growing", "none")))
+    least, most = (0, 0) if cache == "none" else (1, MAX_LAYERS)
     return ModelInfo(
         path=fields.path("path"),
-        cache=cast(CacheKind, fields.choice("cache", ("shared", "growing"))),
-        num_layers=fields.count("num_layers", MAX_LAYERS),
-        num_kv_heads=fields.count("num_kv_heads", MAX_KV_HEADS),
-        head_dim=fields.count("head_dim", MAX_HEAD_DIM),
+        cache=cache,
+        num_layers=fields.count("num_layers", most, least),
+        num_kv_heads=fields.count("num_kv_heads", min(most, MAX_KV_HEADS), least),
+        head_dim=fields.count("head_dim", most and MAX_HEAD_DIM, least),
         vocab_size=fields.count("vocab_size", MAX_VOCAB),
         context_length=fields.count("context_length", MAX_CONTEXT),
         precision=fields.choice("precision", ("fp32", "fp16", "int8", "int4")),
@@ -280,6 +291,7 @@ def _model_info(fields: Fields) -> ModelInfo:
         source=fields.text("source"),
         licence=fields.text("licence") if fields.has("licence") else None,
         head_ids=fields.path("head_ids") if fields.has("head_ids") else None,
+        hidden_layers=tuple(fields.integers("hidden_layers")) if fields.has("hidden_layers") else None,
     )
 
 
@@ -301,6 +313,10 @@ def _check_references(manifest: Manifest) -> None:
     for name in named:
         if name not in manifest.files:
             raise BundleError(f"{name!r} is used but is not among its files; {_EXPORT_AGAIN}")
+    if manifest.target.cache == "none":
+        raise BundleError(f"target.cache is none, which only a draft can do without; {_EXPORT_AGAIN}")
+    if manifest.draft is not None and manifest.draft.cache == "none" and not manifest.target.has_hidden:
+        raise BundleError(f"the draft needs a target with hidden_layers, and this one has none; {_EXPORT_AGAIN}")
     for token in manifest.eos_token_ids:
         if token >= manifest.target.vocab_size:
             raise BundleError(f"end token {token} is not below the target's vocab_size; {_EXPORT_AGAIN}")

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.aio import AsyncTextStream
 from edgespec.answer import Answer
-from edgespec.bundle import (
-    Bundle,
-    ModelInfo,
-    can_share_cache,
-    check_vocab,
-    default_bundle_path,
-    model_head,
-    read_bundle,
-)
+from edgespec.bundle import Bundle, check_vocab, default_bundle_path, read_bundle
 from edgespec.chat import Message
 from edgespec.contracts import Drafter, DraftPolicy, Tokens
 from edgespec.decoder import SpeculativeDecoder, Step
@@ -37,6 +29,7 @@ from edgespec.stream import TextStream
 from edgespec.tokens import Tokenizer
 
 if TYPE_CHECKING:
+    from edgespec.models import DraftSession
     from edgespec.ort import Interrupt
     from edgespec.session import DecoderSession
 
@@ -109,26 +102,12 @@ class Engine:
 
     def _open(self, spec: SpecParams, runtime: RuntimeParams, parent: Engine | None) -> None:
         # Importing onnxruntime takes longer than all the rest of `import edgespec`.
-        from edgespec.prepacked import open_graph
+        from edgespec.models import fork_draft, open_draft, open_target
         from edgespec.selfcheck import self_check
-        from edgespec.session import DecoderSession
 
-        loaded = {} if parent is None else parent._sessions_by_path()
-
-        def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
-            if info.path in loaded:
-                return loaded[info.path].fork(lender)
-            path = self.bundle.path / info.path
-            head = model_head(self.bundle, info)
-            graph = open_graph(self.bundle, info, runtime)
-            session = DecoderSession(
-                path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
-            )
-            session.check(info)
-            return session
-
-        target = open_model(self.bundle.manifest.target)
-        self._sessions = [target]
+        target = open_target(self.bundle, runtime) if parent is None else parent._target.fork()
+        self._target: DecoderSession = target
+        self._draft: DraftSession | None = None
         self.row_rule: RowInvariance | None = target.row_rule
         if parent is None:
             found = self_check(target, self.bundle.manifest, runtime.threads, exact=runtime.exact)
@@ -140,11 +119,10 @@ class Engine:
                     "(--near-tie) then decides close calls as plain decoding does"
                 )
             target.row_rule = self.row_rule
-        draft: DecoderSession | None = None
         if "model" in self.drafters and self.bundle.manifest.draft is not None:
-            lender = target if can_share_cache(self.bundle.manifest) else None
-            draft = open_model(self.bundle.manifest.draft, lender)
-            self._sessions.append(draft)
+            loaded = None if parent is None else parent._draft
+            self._draft = open_draft(self.bundle, runtime, target) if loaded is None else fork_draft(loaded, target)
+        draft = self._draft
         drafters = make_drafters(self.drafters, self._extra_drafters, spec, target, draft)
         self._decoder = SpeculativeDecoder(
             target,
@@ -354,15 +332,17 @@ class Engine:
     ) -> AsyncTextStream:
         return AsyncTextStream(self.open_stream(make, params, request, is_lazy=True))
 
-    def _sessions_by_path(self) -> dict[str, DecoderSession]:
-        manifest = self.bundle.manifest
-        models = [manifest.target, *([] if manifest.draft is None else [manifest.draft])]
-        return {info.path: session for info, session in zip(models, self._sessions, strict=False)}
+    @property
+    def _sessions(self) -> tuple[DraftSession, ...]:
+        return (self._target,) if self._draft is None else (self._target, self._draft)
 
     def _named_sessions(self) -> dict[str, DecoderSession]:
         """The sessions with a cache of their own."""
-        named = zip(("target", "draft"), self._sessions, strict=False)
-        return {name: session for name, session in named if session.owns_cache}
+        named = {"target": self._target}
+        if self._draft is not None and self._draft.owns_cache:
+            assert isinstance(self._draft, type(self._target))
+            named["draft"] = self._draft
+        return named
 
     def _cache_file(self) -> CacheFile:
         return CacheFile(bundle_digest(self.bundle.manifest), self.providers[0], self.row_rule or "off")

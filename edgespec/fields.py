@@ -43,7 +43,7 @@ class Fields:
     def integers(self, name: str) -> list[int]:
         value = self.data.get(name)
         is_right = isinstance(value, list) and all(is_integer(item) and item >= 0 for item in value)
-        return cast(list[int], self._get(name, "a list of token ids", is_right))
+        return cast(list[int], self._get(name, "a list of integers that are not negative", is_right))
 
     def sha256(self, name: str) -> str:
         value = self.data.get(name)

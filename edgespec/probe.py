@@ -7,16 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.contracts import Scorer
 from edgespec.costs import CostTable
 from edgespec.invariance import probe_tokens
 from edgespec.session import DecoderSession
 
 Times: TypeAlias = NDArray[np.float64]
+
+
+class Measurable(Scorer, Protocol):
+    """A `Scorer` that can behave as if it had read a text."""
+
+    def pretend(self, length: int) -> None:
+        """Behave as if so many tokens were cached."""
+
 
 # Rows: dense where a draft may begin to pay, sparse where the curve is straight.
 ROWS = (1, 2, 3, 5, 9, 17)
@@ -28,7 +37,7 @@ _LOW = 0.25
 
 
 def measure_costs(
-    session: DecoderSession, budget_s: float, rows: tuple[int, ...] = ROWS, pasts: tuple[int, ...] = PASTS
+    session: Measurable, budget_s: float, rows: tuple[int, ...] = ROWS, pasts: tuple[int, ...] = PASTS
 ) -> CostTable:
     """Seconds of calls with few and with many cached tokens.
 
@@ -48,7 +57,7 @@ def measure_costs(
 
 def measure_pair(
     target: DecoderSession,
-    draft: DecoderSession,
+    draft: Measurable,
     budget_s: float,
     rows: tuple[int, ...] = ROWS,
     pasts: tuple[int, ...] = PASTS,
@@ -56,9 +65,11 @@ def measure_pair(
     """`measure_costs` of both, in the same rounds: what counts is the ratio, and load falls on both alike.
 
     Args:
-        rows: of the target's calls. The draft's are `ROWS`.
+        rows: of the target's calls. The draft's are `ROWS`; one that reads no text has calls of one row only, at one
+            price.
     """
-    tables = _measure([_Calls(draft, ROWS, pasts), _Calls(target, rows, pasts)], budget_s)
+    calls = _Calls(draft, ROWS, pasts) if isinstance(draft, DecoderSession) else _Calls(draft, (1,), pasts[:1])
+    tables = _measure([calls, _Calls(target, rows, pasts)], budget_s)
     return tables[1], tables[0]
 
 
@@ -93,7 +104,7 @@ def median_error(values: Sequence[float]) -> float:
 class _Calls:
     """Calls of a session: each width after each past."""
 
-    session: DecoderSession
+    session: Measurable
     rows: tuple[int, ...]
     pasts: tuple[int, ...]
 
@@ -133,7 +144,7 @@ def _measure(subjects: Sequence[_Calls], budget_s: float) -> list[CostTable]:
     return [subject.table(part) for subject, part in zip(subjects, parts, strict=True)]
 
 
-def _time_call(session: DecoderSession, past: int, width: int) -> float:
+def _time_call(session: Measurable, past: int, width: int) -> float:
     tokens = probe_tokens(session.vocab_size, width)
     started = perf_counter()
     session.forward(tokens, width)

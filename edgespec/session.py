@@ -15,6 +15,7 @@ from edgespec.bundle import ModelInfo
 from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head
+from edgespec.hidden import HIDDEN, HiddenRows
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
@@ -50,6 +51,7 @@ class DecoderSession:
         head: the tokens of the graph's head where it has not all of them.
 
     Attributes:
+        hidden_size: width of a row of the graph's output `hidden`, or `None` where it has none.
         interrupt: of the answer that is being made, or `None`.
 
     Raises:
@@ -80,6 +82,8 @@ class DecoderSession:
         outputs = {o.name: o.shape for o in self.session.get_outputs()}
         types = {v.name: v.type for v in (*self.session.get_inputs(), *self.session.get_outputs())}
         self._vocab_size = _vocab_size(outputs, path)
+        self.hidden_size = _hidden_size(outputs, path)
+        self._hidden: HiddenRows | None = None
         self.head = head
         if head is not None and len(head.ids) != self._vocab_size:
             raise SessionError(
@@ -96,6 +100,7 @@ class DecoderSession:
         self._bind_scalars(inputs)
         self._growing_inputs = [n for n in ("attention_mask", "position_ids") if n in inputs]
         self._logit_type = float_type("logits", types)
+        self._hidden_type = float_type(HIDDEN, types)
         self._logits: NDArray[Any] = np.empty((0, self._vocab_size), self._logit_type)
         self._id_values: dict[int, Any] = {}  # by number of tokens
         self._logit_values: dict[int, Any] = {}  # by number of rows
@@ -110,7 +115,8 @@ class DecoderSession:
     @row_rule.setter
     def row_rule(self, rule: RowInvariance | None) -> None:
         if rule != self._row_rule:
-            self._row_rule, self._length = rule, 0
+            self._row_rule = rule
+            self.rewind(0)
 
     @property
     def vocab_size(self) -> int:
@@ -135,6 +141,25 @@ class DecoderSession:
         self.rewind(length if cached.tobytes() == wanted.tobytes() else int((cached != wanted).argmax()))
         return context[self._length :]
 
+    def keep_hidden(self) -> None:
+        """From now on keep the rows of the graph's output `hidden`, which without this is not even fetched."""
+        assert self.hidden_size is not None, self._path
+        if self._hidden is None:
+            self._hidden = HiddenRows(self.hidden_size, self._hidden_type, self._host, self._binding)
+
+    def hidden_after(self, context: Tokens) -> NDArray[np.float32] | None:
+        """What the graph computed at the last token of `context`, if the cache stands for all of it.
+
+        Returns:
+            Shape (hidden_size,), valid until the next call; `None` where the cache is of another text, or the row is
+            not kept any more (those of the last calls' logits are).
+        """
+        length = len(context)
+        if self._hidden is None or not 0 < length <= self._length:
+            return None
+        row = self._hidden.row(length - 1)
+        return row if row is not None and np.array_equal(self._tokens[:length], context) else None
+
     def pretend(self, length: int) -> None:
         """Behave as if so many tokens were cached, for measuring what calls cost. To be followed by `rewind(0)`.
 
@@ -149,6 +174,8 @@ class DecoderSession:
     def rewind(self, length: int) -> None:
         assert 0 <= length <= self._length, (length, self._length)
         self._length = length
+        if self._hidden is not None:
+            self._hidden.rewind(length)
 
     def forward(self, tokens: Tokens, rows: int) -> Rows:
         assert 1 <= rows <= len(tokens), (rows, len(tokens))
@@ -187,6 +214,8 @@ class DecoderSession:
         shapes = list(self.cache_shapes(0).values())
         kind = "shared" if self.is_shared else "growing"
         facts = {"cache": kind, "num_layers": len(shapes) // 2, "num_kv_heads": shapes[0][1], "head_dim": shapes[0][3]}
+        if info.hidden_layers is not None:
+            facts["has_hidden"] = self.hidden_size is not None
         facts["vocab_size"] = self.vocab_size if self.head is None else self.head.vocab_size
         for name, found in facts.items():
             if getattr(info, name) != found:
@@ -218,7 +247,7 @@ class DecoderSession:
         shapes = {name: array.shape for name, array in arrays.items()}
         assert self.owns_cache, "a lender's cache is written through the lender"
         assert shapes == self.cache_shapes(len(tokens)), shapes
-        self._length = 0
+        self.rewind(0)
         self._cache.write([arrays[t.past] for t in self._cache.tensors], len(tokens))
         self._append(tokens)
 
@@ -238,7 +267,7 @@ class DecoderSession:
         """Take over what the lender has read of `context`. The lender forgets the rest: it may be overwritten."""
         assert self._lender is not None
         self._lender.sync(context)
-        self._length = 0
+        self.rewind(0)
         self._append(self._lender.tokens)
 
     def _feed(self, tokens: Tokens, rows: int) -> Rows:
@@ -257,8 +286,10 @@ class DecoderSession:
                 raise Interrupted from error
             raise SessionError(f"ONNX Runtime failed in a call of {size} tokens: {one_line(error)}") from error
         self._cache.commit(total)
-        self._append(tokens)
         end = (keep if self._has_keep else size) - pad
+        if self._hidden is not None:
+            self._hidden.take(end - rows, end, self._length + len(tokens) - rows)
+        self._append(tokens)
         return self._logits[end - rows : end].astype(np.float32, copy=False)
 
     def _bind(self, tokens: Tokens, size: int, keep: int, total: int) -> None:
@@ -272,6 +303,8 @@ class DecoderSession:
         if self._growing_inputs:
             self._bind_growing(size, total)
         num_rows = keep if self._has_keep else size
+        if self._hidden is not None:
+            self._hidden.bind(num_rows)
         if (size, num_rows) == self._bound:
             return
         if num_rows > len(self._logits):
@@ -304,6 +337,13 @@ class DecoderSession:
             self._tokens = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._tokens[self._length : end] = tokens
         self._length = end
+
+
+def _hidden_size(outputs: dict[str, Any], path: Path) -> int | None:
+    shape = outputs.get(HIDDEN)
+    if shape is not None and not (len(shape) == 3 and isinstance(shape[-1], int)):
+        raise SessionError(f"{path}: the graph's output `{HIDDEN}` has the shape {shape}; export it again")
+    return None if shape is None else int(shape[-1])
 
 
 def _vocab_size(outputs: dict[str, Any], path: Path) -> int:

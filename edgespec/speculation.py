@@ -18,6 +18,7 @@ from edgespec.profile import Profile, profile_key, read_advice, read_profile, wr
 from edgespec.state import bundle_digest
 
 if TYPE_CHECKING:
+    from edgespec.models import DraftSession
     from edgespec.session import DecoderSession
 
 # Rows of a target call at most: copying text pays up to here on every machine measured.
@@ -59,7 +60,7 @@ def make_drafters(
     extra: Mapping[str, Drafter],
     spec: SpecParams,
     target: DecoderSession,
-    draft: DecoderSession | None,
+    draft: DraftSession | None,
 ) -> dict[str, Drafter]:
     """The drafters by name. `draft` is the draft model's session where `model` is among them."""
     made: dict[str, Drafter] = {}
@@ -83,7 +84,7 @@ def make_policy(
     runtime: RuntimeParams,
     manifest: Manifest,
     target: DecoderSession,
-    draft: DecoderSession | None,
+    draft: DraftSession | None,
 ) -> DraftPolicy:
     """A fixed number of tokens, or the depth by what this machine needs for a call, measured at the first load."""
     if spec.num_draft_tokens is not None or not drafters:
@@ -98,9 +99,7 @@ def make_policy(
     return AdaptivePolicy(CostCurve(profile.target, MAX_ROWS), costs)
 
 
-def _profile(
-    runtime: RuntimeParams, manifest: Manifest, target: DecoderSession, draft: DecoderSession | None
-) -> Profile:
+def _profile(runtime: RuntimeParams, manifest: Manifest, target: DecoderSession, draft: DraftSession | None) -> Profile:
     """The stored profile, or a quick one that is stored. One of a busy machine is measured again at the next load."""
     from edgespec.probe import measure_costs, measure_pair
 

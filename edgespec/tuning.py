@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec import theory
-from edgespec.bundle import Bundle, can_share_cache, model_head
+from edgespec.bundle import Bundle
 from edgespec.costs import CostCurve, CostTable
 from edgespec.invariance import probe_tokens
+from edgespec.models import DraftSession, open_draft, open_target
 from edgespec.params import RuntimeParams, Spinning
-from edgespec.prepacked import open_graph
 from edgespec.probe import is_steady, leveled, measure_costs, measure_pair, median_error
 from edgespec.profile import MOST_TRIES, Advice, Profile, write_profile
 from edgespec.session import DecoderSession
@@ -235,7 +235,7 @@ def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, provide
             _take_turns(opened, budget_s / len(groups))
 
 
-def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DecoderSession | None]], budget_s: float) -> None:
+def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DraftSession | None]], budget_s: float) -> None:
     """Rounds of all candidates, forwards and backwards, until the budget is spent or the medians are certain.
 
     Their times are then brought to one level: they were taken in turns.
@@ -257,7 +257,7 @@ def _take_turns(opened: Sequence[tuple[Candidate, DecoderSession, DecoderSession
         line[:] = times
 
 
-def _round(target: DecoderSession, drafter: DecoderSession) -> float:
+def _round(target: DecoderSession, drafter: DraftSession) -> float:
     """Seconds of single rows of one session and a call of the target that checks them."""
     past = min(_SWEEP_PAST, target.context_length // 2)
     tokens = probe_tokens(target.vocab_size, _DRAFTED + 1)
@@ -278,24 +278,16 @@ def _round(target: DecoderSession, drafter: DecoderSession) -> float:
 @contextlib.contextmanager
 def _sessions(
     bundle: Bundle, advice: Advice, provider: str, *, with_draft: bool
-) -> Iterator[tuple[DecoderSession, DecoderSession | None]]:
+) -> Iterator[tuple[DecoderSession, DraftSession | None]]:
     """The bundle's models as an engine opens them."""
     runtime = RuntimeParams(provider=provider, threads=advice.threads, spinning=advice.spinning)
     manifest = bundle.manifest
     with contextlib.ExitStack() as stack:
-        info = manifest.target
-        graph = open_graph(bundle, info, runtime)
-        path = bundle.path / info.path
-        target = DecoderSession(path, context_length=info.context_length, runtime=runtime, session=graph)
+        target = open_target(bundle, runtime)
         stack.callback(target.close)
         draft = None
         if with_draft and manifest.draft is not None:
-            lender = target if can_share_cache(manifest) else None
-            info = manifest.draft
-            path, head, graph = bundle.path / info.path, model_head(bundle, info), open_graph(bundle, info, runtime)
-            draft = DecoderSession(
-                path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
-            )
+            draft = open_draft(bundle, runtime, target)
             stack.callback(draft.close)
         yield target, draft
 

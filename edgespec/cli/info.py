@@ -143,8 +143,9 @@ def _is_number(value: object) -> bool:
 
 def _model_line(model: ModelInfo) -> str:
     block = f" in blocks of {model.block_size}" if model.block_size else ""
+    cache = "no" if model.cache == "none" else model.cache
     return (
-        f"{model.num_parameters / 1e6:.0f} M parameters, {model.precision}{block}, {model.cache} cache, "
+        f"{model.num_parameters / 1e6:.0f} M parameters, {model.precision}{block}, {cache} cache, "
         f"context {model.context_length}, vocabulary {model.vocab_size}, row invariance {model.row_invariance}, "
         f"from {model.source} ({model.licence or 'licence unknown'})"
     )

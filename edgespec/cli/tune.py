@@ -183,11 +183,14 @@ def _write_curve(tuning: Tuning) -> None:
         bar += "-" * (round(long * scale) - len(bar))
         lines.append(f"{rows:4}  {bar:{_BAR}}  {short * 1e3:6.1f} {long * 1e3:6.1f}")
     if tuning.draft is not None:
-        steps = ", ".join(
-            f"{line[0] * 1e3:.1f} ms after {past}"
+        steps = [
+            (f"{line[0] * 1e3:.1f} ms", past)
             for past, line in zip(tuning.draft.pasts, tuning.draft.seconds, strict=True)
-        )
-        lines.append(f"a step of the draft model: {steps} cached tokens")
+        ]
+        shown = ", ".join(f"{ms} after {past}" for ms, past in steps) + " cached tokens"
+        if len(steps) == 1:  # one that reads no text
+            shown = f"{steps[0][0]} after any text"
+        lines.append(f"a step of the draft model: {shown}")
     terminal.write("\n".join(lines) + "\n\n")
 
 

@@ -144,38 +144,33 @@ def _median_ms(session: DecoderSession, tokens: Tokens, width: int) -> float:
     return float(np.median(seconds[1:]) * 1e3)
 
 
-def mean_overlap(rows: Logits, others: Logits, head_ids: Tokens | None = None) -> float:
+def mean_overlap(rows: Logits, others: Logits) -> float:
     """Mean of sum(min(p, q)) over rows: the acceptance that sampling at temperature 1 would see on this text.
 
     Args:
         rows, others: logits, shapes (n, v) and (n, w); columns beyond the shorter are padding and are cut.
-        head_ids: the token of each column of `others`, where these are not all tokens.
     """
-    if head_ids is not None:
-        pairs = ((_distribution(a)[head_ids], _distribution(b)) for a, b in zip(rows, others, strict=True))
-        return float(np.mean([np.minimum(p, q).sum() for p, q in pairs]))
     width = min(rows.shape[1], others.shape[1])
-    return float(np.mean([1 - _total_variation(a[:width], b[:width]) for a, b in zip(rows, others, strict=True)]))
+    return float(np.mean([1 - total_variation(a[:width], b[:width]) for a, b in zip(rows, others, strict=True)]))
 
 
 def _measure(session: DecoderSession, reference: Reference, rows_file: Path) -> Figures:
     tokens, original = reference.tokens, reference.logits
-    columns = tokens if reference.columns is None else reference.columns
     start = _span_start(len(tokens))
     rows = _collect(session, tokens, rows_file)
-    distances = np.array([_total_variation(a, b) for a, b in zip(rows, original, strict=True)])
+    distances = np.array([total_variation(a, b) for a, b in zip(rows, original, strict=True)])
     same = [int(a.argmax()) == int(b.argmax()) for a, b in zip(rows, original, strict=True)]
     decoded = _in_calls(session, tokens, start, 1)
     verified = _in_calls(session, tokens, start, _VERIFY)
     rolled_back = _in_calls(session, tokens, start, _VERIFY, wrong=_WRONG)
-    pairs = [_total_variation(a, b) for a, b in zip(decoded, verified, strict=True)]
+    pairs = [total_variation(a, b) for a, b in zip(decoded, verified, strict=True)]
     return Figures(
         tokens=len(tokens),
         mean_tv=float(distances.mean()),
         max_tv=float(distances.max()),
         top1=float(np.mean(same)),
-        perplexity=_perplexity(rows, columns),
-        original_perplexity=_perplexity(original, columns),
+        perplexity=_perplexity(rows, tokens),
+        original_perplexity=_perplexity(original, tokens),
         decode_tv=_mean_tv(decoded, rows[start:]),
         verify_tv=_mean_tv(verified, rows[start:]),
         rollback_tv=_mean_tv(rolled_back, rows[start:]),
@@ -219,25 +214,25 @@ def _in_calls(session: DecoderSession, tokens: Tokens, start: int, width: int, w
     return np.concatenate(found)
 
 
-def _distribution(row: Logits) -> NDArray[np.float64]:
+def distribution(row: Logits) -> NDArray[np.float64]:
+    """Probabilities of a row of logits."""
     weights = np.exp(row.astype(np.float64) - row.max())
     return weights / weights.sum()  # type: ignore[no-any-return]
 
 
-def _total_variation(row: Logits, other: Logits) -> float:
+def total_variation(row: Logits, other: Logits) -> float:
     """Between the distributions of two rows of logits, over the columns that both have."""
     width = min(len(row), len(other))
-    return float(np.abs(_distribution(row[:width]) - _distribution(other[:width])).sum() / 2)
+    return float(np.abs(distribution(row[:width]) - distribution(other[:width])).sum() / 2)
 
 
 def _mean_tv(rows: Logits, others: Logits) -> float:
-    return float(np.mean([_total_variation(a, b) for a, b in zip(rows, others, strict=True)]))
+    return float(np.mean([total_variation(a, b) for a, b in zip(rows, others, strict=True)]))
 
 
-def _perplexity(rows: Logits, columns: Tokens) -> float:
-    """Of the text whose tokens are these columns; those that the head does not have (-1) are left out."""
-    pairs = [(row, column) for row, column in zip(rows[:-1], columns[1:], strict=True) if column >= 0]
-    return float(np.exp(np.mean([-np.log(_distribution(row)[column]) for row, column in pairs]))) if pairs else 1.0
+def _perplexity(rows: Logits, tokens: Tokens) -> float:
+    pairs = zip(rows[:-1], tokens[1:], strict=True)
+    return float(np.exp(np.mean([-np.log(distribution(row)[token]) for row, token in pairs])))
 
 
 def _enforce(figures: Figures, limits: Limits, path: Path) -> None:

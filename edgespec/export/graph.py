@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from edgespec.bundle import CacheKind
 from edgespec.errors import ExportError
 from edgespec.export.convert import PlainGraph
-from edgespec.export.fuse import NoMatch, fuse, keep_rows, tidy
+from edgespec.export.fuse import NoMatch, add_hidden, fuse, keep_rows, tidy
 from edgespec.export.half import to_half
 from edgespec.export.options import BITS
 from edgespec.export.quantize import quantize
@@ -52,7 +52,12 @@ class Dimensions:
 
 
 def fuse_graph(
-    plain: PlainGraph, source: Source, context_length: int, folder: Path, warn: Callable[[str], None]
+    plain: PlainGraph,
+    source: Source,
+    context_length: int,
+    folder: Path,
+    warn: Callable[[str], None],
+    hidden_layers: Sequence[int] | None = None,
 ) -> FusedGraph:
     """Fuse all layers of optimum's graph, or none of them, with a warning that says which one and why.
 
@@ -61,6 +66,9 @@ def fuse_graph(
         source: the model it was made of.
         context_length: most tokens that are wanted.
         folder: an empty one for the result.
+        hidden_layers: whose input a draft will read; the graph has the output `hidden` then.
+    Raises:
+        ExportError: one of these layers cannot be found.
     """
     cache: CacheKind = "shared"
     reason: str | None = None
@@ -81,6 +89,8 @@ def fuse_graph(
         for line in report.warnings:
             warn(line)
     tidy(model)
+    if hidden_layers is not None:
+        add_hidden(model, hidden_layers)
     return FusedGraph(save_graph(model, folder), cache, context_length, reason)
 
 

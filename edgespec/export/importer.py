@@ -30,6 +30,7 @@ from edgespec.export.adapt import (
 from edgespec.export.check import LIMITS, Figures, Limits, check_graph, find_row_rule, measure_steps, record_probe
 from edgespec.export.convert import require_extra
 from edgespec.export.disk import require_space
+from edgespec.export.distilled import find_distilled
 from edgespec.export.folder import OnnxFolder, read_onnx_folder
 from edgespec.export.foreign import check_decoder, read_foreign
 from edgespec.export.fuse import NoMatch, fuse
@@ -78,6 +79,11 @@ def import_bundle(
     """
     started = time.monotonic()
     require_extra()
+    if draft is not None and find_distilled(str(draft)) is not None:
+        raise ExportError(
+            f"{draft} was distilled and goes on from inside its target, whose graph must be made for that: use "
+            "`edgespec export` with the target's weights"
+        )
     target = read_onnx_folder(Path(folder).expanduser(), variant)
     other = None if draft is None else read_onnx_folder(Path(draft).expanduser(), draft_variant or variant)
     job = _Importer(progress or SilentProgress(), max_context)

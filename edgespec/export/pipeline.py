@@ -15,7 +15,8 @@ from edgespec import __version__
 from edgespec.bundle import Manifest, ModelInfo, list_files
 from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
-from edgespec.export.distilled import find_distilled, join_distilled
+from edgespec.export.distilled import Distilled, find_distilled, read_distilled
+from edgespec.export.draft import make_draft
 from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import compare_sources
 from edgespec.export.progress import Progress, SilentProgress
@@ -70,7 +71,7 @@ class _Sources:
     """Where the weights come from; `draft` is the same object as `target` where both are one model."""
 
     target: Source
-    draft: Source | None
+    draft: Source | Distilled | None
 
 
 def export_bundle(
@@ -127,14 +128,14 @@ def _build(job: Job) -> Manifest:
     """Everything but the last rename."""
     plan = job.plan
     sources = _fetch_all(job)
-    graph = prepare(job, sources.target, "target")
+    layers = sources.draft.hidden_layers if isinstance(sources.draft, Distilled) else None
+    graph = prepare(job, sources.target, "target", layers)
     target = finish(job, graph, "target", plan.precision, plan.block_size)
     draft: Made | None = None
     check = dict(target.check)
     if sources.draft is not None:
         draft = _make_draft(job, sources, graph, target)
-        overlap = pair_overlap(target.rows, draft.rows, sources.draft.head_ids)
-        check |= draft.check | {"pair_overlap": overlap}
+        check |= draft.check
         draft = _share(job, target, draft)
     job.progress.step("writing the bundle")
     return make_manifest(job.space.bundle, sources.target, target.info, draft.info if draft else None, check)
@@ -143,14 +144,17 @@ def _build(job: Job) -> Manifest:
 def _make_draft(job: Job, sources: _Sources, graph: Graph, target: Made) -> Made:
     """The draft in its precision; nothing new where it would be the target once more."""
     assert sources.draft is not None
+    if isinstance(sources.draft, Distilled):
+        return make_draft(job, sources.draft, graph, target)
     wanted = job.plan.draft_precision, job.plan.draft_block_size
     if sources.draft is sources.target:
         resolved = resolve_precision(*wanted, sources.target.num_parameters)
         if resolved == (target.info.precision, target.info.block_size):
             job.warn("target and draft are the same model in the same precision: they share their files")
-            return replace(target, check={})
+            return replace(target, check={"pair_overlap": pair_overlap(target.rows, target.rows)})
     draft_graph = graph if sources.draft is sources.target else prepare(job, sources.draft, "draft")
-    return finish(job, draft_graph, "draft", *wanted)
+    made = finish(job, draft_graph, "draft", *wanted)
+    return replace(made, check=made.check | {"pair_overlap": pair_overlap(target.rows, made.rows)})
 
 
 def _share(job: Job, target: Made, draft: Made) -> Made:
@@ -178,14 +182,13 @@ def _fetch(job: Job, name: str, role: str) -> Source:
     return source
 
 
-def _fetch_draft(job: Job, target: Source) -> Source | None:
+def _fetch_draft(job: Job, target: Source) -> Source | Distilled | None:
     name = job.plan.draft
     if name is None or _is_same(name, job.plan.source):
         return target if name is not None else None
     distilled = find_distilled(name)
     if distilled is not None:
-        job.progress.step(f"joining {distilled.name} with its target")
-        return join_distilled(distilled, target, job.folder("draft-source"))
+        return read_distilled(distilled, target)
     draft = _fetch(job, name, "draft")
     for line in compare_sources(target, draft):
         job.warn(line)
@@ -197,17 +200,15 @@ def _is_same(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
 
 
-def pair_overlap(target: Path, draft: Path, head_ids: Path | None = None) -> float:
+def pair_overlap(target: Path, draft: Path) -> float:
     """How much of the target's probability the draft agrees on: the acceptance to expect at temperature 1.
 
     Args:
         target, draft: files with the logits of the check text.
-        head_ids: file with the token of each of the draft's columns, where it has not all.
     """
-    ids = None if head_ids is None else np.load(head_ids, allow_pickle=False)
     rows = [np.load(file, mmap_mode="r") for file in (target, draft)]
     count = min(len(rows[0]), len(rows[1]))
-    return mean_overlap(rows[0][:count], rows[1][:count], ids)
+    return mean_overlap(rows[0][:count], rows[1][:count])
 
 
 def make_manifest(

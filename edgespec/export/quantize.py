@@ -128,7 +128,7 @@ class _Quantizer:
     def __init__(self, model: ir.Model, bits: Bits, block: int) -> None:
         self.model, self.bits, self.block = model, bits, block
         self.parts: dict[str | None, tuple[ir.Value, ir.Value]] = {}
-        self.embedding = _find_embedding(model)
+        self.embedding = find_embedding(model)
         self.head: str | None = None  # name of the weight that is the embedding's too
 
     def run(self, advance: Callable[[float], None]) -> QuantizeReport:
@@ -222,7 +222,7 @@ def _matrix(value: ir.Value | None) -> ir.TensorProtocol | None:
     return tensor if tensor.dtype == ir.DataType.FLOAT and len(tensor.shape) == 2 else None
 
 
-def _find_embedding(model: ir.Model) -> ir.Node | None:
+def find_embedding(model: ir.Model) -> ir.Node | None:
     """The Gather of a constant matrix by `input_ids`."""
     for node in model.graph:
         if node.op_type != "Gather" or _matrix(node.inputs[0]) is None:

@@ -27,13 +27,10 @@ class Reference:
     Attributes:
         tokens: shape (n,), an even number of them.
         logits: float32, shape (n, columns), read from disk as needed; row i follows token i.
-        columns: of the logits that stand for `tokens`, -1 for one that the head does not have; None where a token's
-            column is its id.
     """
 
     tokens: Tokens
     logits: NDArray[np.float32]
-    columns: Tokens | None = None
 
 
 def check_tokens(source: Source, context_length: int) -> Tokens:
@@ -65,15 +62,6 @@ def check_text_tokens(tokenizer: Path, context_length: int, name: str) -> Tokens
     return np.array(ids[:count], np.int64)
 
 
-def columns_of(tokens: Tokens, head_ids: Path | None) -> Tokens | None:
-    """`Reference.columns` of a model whose head has the tokens in this file, ascending."""
-    if head_ids is None:
-        return None
-    ids = np.load(head_ids, allow_pickle=False)
-    found = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
-    return np.where(ids[found] == tokens, found, -1)
-
-
 def compute_reference(source: Source, tokens: Tokens, file: Path, num_layers: int | None = None) -> Reference:
     """Run the original once over `tokens` in float32 and keep its logits in `file` (.npy).
 
@@ -92,4 +80,4 @@ def compute_reference(source: Source, tokens: Tokens, file: Path, num_layers: in
         stream_weights(model, checkpoint)
         logits = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].float().numpy()
     np.save(file, logits)
-    return Reference(tokens, np.load(file, mmap_mode="r"), columns_of(tokens, source.head_ids))
+    return Reference(tokens, np.load(file, mmap_mode="r"))

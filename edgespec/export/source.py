@@ -34,7 +34,6 @@ class Source:
         special_tokens: role (`bos_token`, ...) -> text.
         eos_token_ids: tokens that end an answer, sorted.
         options: of the recipe, where there was one.
-        head_ids: file with the token of each column of the logits, of a distilled draft; None where they are all.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Source:
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    head_ids: Path | None = None
 
     @property
     def files(self) -> list[Path]:

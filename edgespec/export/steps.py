@@ -20,7 +20,7 @@ from edgespec.export.graph import FusedGraph, fuse_graph, graph_dimensions, halv
 from edgespec.export.journal import Journal, inputs_key
 from edgespec.export.options import Plan, Precision, layers_to_check, resolve_context, resolve_precision
 from edgespec.export.progress import Progress
-from edgespec.export.reference import Reference, check_tokens, columns_of, compute_reference
+from edgespec.export.reference import Reference, check_tokens, compute_reference
 from edgespec.export.source import Source
 from edgespec.export.write import GRAPH, Workspace, copy_graph
 from edgespec.params import RowInvariance
@@ -37,6 +37,7 @@ class Graph:
         reason: why it was not fused, or None.
         check: figures of the float32 check.
         rows: file with the graph's logits of the check text (.npy); None where only a part of it was run.
+        hidden_layers: whose input the graph gives to a draft; None where it has no such output.
     """
 
     source: Source
@@ -47,6 +48,7 @@ class Graph:
     reference: Reference
     check: dict[str, Any]
     rows: Path | None
+    hidden_layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ class Job:
             self.journal.put(step, {**found, "warnings": self.warnings[first_warning:]})
 
 
-def prepare(job: Job, source: Source, role: str) -> Graph:
+def prepare(job: Job, source: Source, role: str, hidden_layers: tuple[int, ...] | None = None) -> Graph:
     """Convert, fuse, and hold the float32 graph tightly against the original, before anything is rounded."""
     found = job.finished(f"{role} in fp32")
     if found is None:
         first = len(job.warnings)
-        found = _convert(job, source, role)
+        found = _convert(job, source, role, hidden_layers)
         job.finish(f"{role} in fp32", found, first)
     work = job.space.work
     tokens = check_tokens(source, found["context_length"])
@@ -113,13 +115,14 @@ def prepare(job: Job, source: Source, role: str) -> Graph:
         found["cache"],
         found["context_length"],
         found["reason"],
-        Reference(tokens, np.load(work / f"{role}-reference.npy", mmap_mode="r"), columns_of(tokens, source.head_ids)),
+        Reference(tokens, np.load(work / f"{role}-reference.npy", mmap_mode="r")),
         found["check"],
         work / f"{role}-fp32.npy" if found["is_whole"] else None,
+        hidden_layers,
     )
 
 
-def _convert(job: Job, source: Source, role: str) -> dict[str, Any]:
+def _convert(job: Job, source: Source, role: str, hidden_layers: tuple[int, ...] | None) -> dict[str, Any]:
     require_space(job.space.work, int(_FLOAT_COPIES * 4 * source.num_parameters))
     context_length, remark = resolve_context(source.config, job.plan.max_context)
     if remark is not None:
@@ -128,7 +131,7 @@ def _convert(job: Job, source: Source, role: str) -> dict[str, Any]:
     check: dict[str, Any] = {}
     if num_layers is not None:
         check = _check_part(job, source, role, context_length, num_layers)
-    fused = _fuse(job, source, role, context_length, None)
+    fused = _fuse(job, source, role, context_length, hidden_layers=hidden_layers)
     job.progress.step(f"running {source.name} in torch")
     tokens = check_tokens(source, fused.context_length)
     reference = compute_reference(source, tokens, job.space.work / f"{role}-reference.npy")
@@ -140,13 +143,20 @@ def _convert(job: Job, source: Source, role: str) -> dict[str, Any]:
     return found | {"check": check, "is_whole": num_layers is None}
 
 
-def _fuse(job: Job, source: Source, role: str, context_length: int, num_layers: int | None) -> FusedGraph:
+def _fuse(
+    job: Job,
+    source: Source,
+    role: str,
+    context_length: int,
+    num_layers: int | None = None,
+    hidden_layers: tuple[int, ...] | None = None,
+) -> FusedGraph:
     part = "" if num_layers is None else f"-{num_layers}"
     job.progress.step(f"converting {source.name} to ONNX{part and f' ({num_layers} layers)'}")
     plain = convert(source.folder, source.config, job.folder(f"{role}-onnx"), num_layers)
     job.progress.step(f"fusing the attention of {source.name}")
     warn = job.warn if num_layers is None else lambda line: None  # the whole model will say the same
-    return fuse_graph(plain, source, context_length, job.folder(f"{role}-fp32{part}"), warn)
+    return fuse_graph(plain, source, context_length, job.folder(f"{role}-fp32{part}"), warn, hidden_layers)
 
 
 def _check_part(job: Job, source: Source, role: str, context_length: int, num_layers: int) -> dict[str, Any]:
@@ -169,7 +179,13 @@ def finish(job: Job, graph: Graph, role: str, precision: Precision, block_size: 
         shutil.rmtree(job.space.bundle / role, ignore_errors=True)
         found = _finish(job, graph, role, *resolve_precision(precision, block_size, graph.source.num_parameters))
         job.finish(f"{role} in its precision", found, first)
-    return Made(ModelInfo(**found["info"]), found["check"], Path(found["rows"].format(work=job.space.work)))
+    return Made(read_info(found["info"]), found["check"], Path(found["rows"].format(work=job.space.work)))
+
+
+def read_info(found: dict[str, Any]) -> ModelInfo:
+    """What a journal has of a `ModelInfo`, whose tuple was a list there."""
+    layers = found["hidden_layers"]
+    return ModelInfo(**{**found, "hidden_layers": None if layers is None else tuple(layers)})
 
 
 def _finish(job: Job, graph: Graph, role: str, chosen: str, block: int | None) -> dict[str, Any]:
@@ -196,8 +212,6 @@ def _finish(job: Job, graph: Graph, role: str, chosen: str, block: int | None) -
     else:
         figures = graph.check
     check[role] = figures
-    if graph.source.head_ids is not None:
-        shutil.copyfile(graph.source.head_ids, folder / graph.source.head_ids.name)
     rule = _measure(job, graph, role, path, check)
     info = _model_info(graph, f"{role}/{path.name}", path, (chosen, block, rule))
     return {"info": asdict(info), "check": check, "rows": "{work}/" + name}
@@ -219,14 +233,13 @@ def _measure(job: Job, graph: Graph, role: str, path: Path, check: dict[str, Any
 def _model_info(graph: Graph, name: str, path: Path, made: tuple[str, int | None, RowInvariance]) -> ModelInfo:
     precision, block, rule = made
     source, dimensions = graph.source, graph_dimensions(path)
-    is_whole = source.head_ids is None
     return ModelInfo(
         path=name,
         cache=graph.cache,
         num_layers=dimensions.num_layers,
         num_kv_heads=dimensions.num_kv_heads,
         head_dim=dimensions.head_dim,
-        vocab_size=dimensions.vocab_size if is_whole else int(source.config["vocab_size"]),
+        vocab_size=dimensions.vocab_size,
         context_length=graph.context_length,
         precision=precision,
         block_size=block,
@@ -234,5 +247,5 @@ def _model_info(graph: Graph, name: str, path: Path, made: tuple[str, int | None
         num_parameters=source.num_parameters,
         source=source.origin,
         licence=source.licence,
-        head_ids=None if source.head_ids is None else f"{name.rpartition('/')[0]}/{source.head_ids.name}",
+        hidden_layers=graph.hidden_layers,
     )

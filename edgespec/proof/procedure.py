@@ -19,9 +19,10 @@ from edgespec.proof.differences import Difference, Width, answer, compare, measu
 from edgespec.proof.fit import Fit
 from edgespec.proof.identity import check_identity, proposal
 from edgespec.proof.laws import KINDS, Kind, PlainRows, Reference, Sample, draw_samples, fit_samples
-from edgespec.proof.replay import ReplayScorer
+from edgespec.proof.replay import RecurrentReplay, ReplayScorer
 from edgespec.proof.report import FitCheck, IdentityCheck, Report, TextCheck, correct_fits
 from edgespec.proof.subject import Subject
+from edgespec.recurrent import RecurrentSession
 from edgespec.shaper import Constraint, Shaper
 
 WIDTHS = tuple(range(2, 10))
@@ -275,7 +276,8 @@ class Proof:
 
     def _replays(self) -> tuple[ReplayScorer, ReplayScorer | None]:
         draft = self.subject.draft
-        return ReplayScorer(self.subject.target), None if draft is None else ReplayScorer(draft)
+        kind = RecurrentReplay if isinstance(draft, RecurrentSession) else ReplayScorer
+        return ReplayScorer(self.subject.target), None if draft is None else kind(draft)
 
     def _loop(self, target: Scorer, drafter: Drafter | None) -> SpeculativeDecoder:
         return SpeculativeDecoder(

@@ -58,7 +58,7 @@ class ReplayScorer:
 
     def forward(self, tokens: Tokens, rows: int) -> Rows:
         text = np.concatenate([self._tokens, tokens])
-        keys = [text[:end].tobytes() for end in range(len(text) - rows + 1, len(text) + 1)]
+        keys = [self._key(text[:end]) for end in range(len(text) - rows + 1, len(text) + 1)]
         known = [self._rows.pop(key, None) for key in keys]
         found = [row for row in known if row is not None]
         if len(found) < rows or self._is_due():
@@ -74,6 +74,10 @@ class ReplayScorer:
         self._tokens = text
         return np.stack(found)
 
+    def _key(self, text: Tokens) -> bytes:
+        """All that the row after `text` depends on."""
+        return text.tobytes()
+
     def _is_due(self) -> bool:
         self._num_remembered += 1
         return self._num_remembered % self.recheck_every == 0
@@ -84,3 +88,21 @@ class ReplayScorer:
         last = len(text) - rows
         pending = self.scorer.sync(text[: last + 1])
         return self.scorer.forward(np.concatenate([pending, text[last + 1 :]]), rows).copy()
+
+
+class RecurrentReplay(ReplayScorer):
+    """A `ReplayScorer` of a draft without a cache, whose rows depend on where in the text it started as well."""
+
+    _start = 1  # tokens of the text at the start, of which the last was fed first
+
+    def sync(self, context: Tokens) -> Tokens:
+        self._start, self._tokens = len(context), context[:-1]
+        return context[-1:]
+
+    def _key(self, text: Tokens) -> bytes:
+        return self._start.to_bytes(8, "little") + text.tobytes()
+
+    def _score(self, text: Tokens, rows: int) -> Rows:
+        self.num_calls += 1
+        self.scorer.sync(text[: self._start])
+        return self.scorer.forward(text[self._start - 1 :], rows).copy()

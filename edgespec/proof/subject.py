@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.bundle import ModelInfo, can_share_cache, check_vocab, model_head, read_bundle
+from edgespec.bundle import check_vocab, read_bundle
 from edgespec.contracts import Scorer, Tokens
 from edgespec.errors import ConfigError
 from edgespec.grammar import GrammarCompiler
 from edgespec.invariance import measure_row_invariance
+from edgespec.models import open_draft, open_target
 from edgespec.params import Grammar, RowInvariance, RuntimeParams
-from edgespec.prepacked import open_graph
-from edgespec.session import DecoderSession
 from edgespec.shaper import Constraint
 from edgespec.speculation import resolve_runtime
 from edgespec.tokens import Tokenizer
@@ -76,19 +75,12 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
     tokenizer = Tokenizer(bundle.path / manifest.tokenizer)
     check_vocab(manifest, tokenizer.vocab_size)
 
-    def open_model(info: ModelInfo, lender: DecoderSession | None = None) -> DecoderSession:
-        path = bundle.path / info.path
-        graph, head = open_graph(bundle, info, runtime), model_head(bundle, info)
-        return DecoderSession(
-            path, context_length=info.context_length, runtime=runtime, lender=lender, session=graph, head=head
-        )
-
     with contextlib.ExitStack() as stack:
-        target = open_model(manifest.target)
+        target = open_target(bundle, runtime)
         stack.callback(target.close)
         draft = None
         if with_draft and manifest.draft is not None:
-            draft = open_model(manifest.draft, target if can_share_cache(manifest) else None)
+            draft = open_draft(bundle, runtime, target, reads=True)
             stack.callback(draft.close)
         rule = measure_row_invariance(target)
 

@@ -1,0 +1,226 @@
+"""The step of an export that makes a distilled draft: its graph in its precision, checked beside the target."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from edgespec.bundle import ModelInfo
+from edgespec.contracts import Rows, Tokens
+from edgespec.errors import ExportError
+from edgespec.export.check import LIMITS, Limits, distribution, total_variation
+from edgespec.export.distilled import HEAD_IDS, Distilled, Weights
+from edgespec.export.draft_graph import build_draft, compute_step, read_embedding
+from edgespec.export.graph import halve_graph, quantize_graph
+from edgespec.export.options import resolve_precision
+from edgespec.export.steps import Graph, Job, Made, read_info
+from edgespec.export.write import copy_graph
+from edgespec.head import Head
+from edgespec.params import RuntimeParams
+from edgespec.recurrent import RecurrentSession
+from edgespec.session import DecoderSession
+
+ROLE = "draft"
+_STEP = "the draft"
+_READ = 64  # rows of a call while the target reads the text
+_TIMED = 30
+
+
+def make_draft(job: Job, made: Distilled, graph: Graph, target: Made) -> Made:
+    """The draft's graph in the bundle.
+
+    Args:
+        made: the draft.
+        graph: the target in float32, whose embedding the draft takes.
+        target: as it is in the bundle, with `hidden`.
+    Returns:
+        With `pair_overlap` among the figures.
+    """
+    found = job.finished(_STEP)
+    if found is None:
+        first = len(job.warnings)
+        found = _make(job, made, graph, target)
+        job.finish(_STEP, found, first)
+    return Made(read_info(found["info"]), found["check"], target.rows)
+
+
+def _make(job: Job, made: Distilled, graph: Graph, target: Made) -> dict[str, Any]:
+    job.progress.step(f"building {made.name}")
+    weights = made.read_weights()
+    embedding = read_embedding(graph.path, made, graph.source.name)
+    plain = build_draft(made, weights, embedding, job.folder("draft-fp32"))
+    folder = job.space.bundle / ROLE
+    shutil.rmtree(folder, ignore_errors=True)
+    precision, block = resolve_precision(job.plan.draft_precision, job.plan.draft_block_size, made.num_parameters)
+    path, check = _round(job, plain, folder, precision, block)
+    shutil.copyfile(made.folder / HEAD_IDS, folder / HEAD_IDS)
+    job.progress.step(f"checking the draft in {precision}")
+    pair = _Pair(job.space.bundle / target.info.path, graph, made, weights, embedding)
+    check["draft_fp32"] = pair.check(plain, "fp32", target.rows).as_dict()
+    figures = pair.check(path, precision, target.rows)
+    check |= {ROLE: figures.as_dict(), "draft_steps": pair.measure(path), "pair_overlap": figures.overlap}
+    info = ModelInfo(
+        path=f"{ROLE}/{path.name}",
+        cache="none",
+        num_layers=0,
+        num_kv_heads=0,
+        head_dim=0,
+        vocab_size=made.vocab_size,
+        context_length=target.info.context_length,
+        precision=precision,
+        block_size=block,
+        row_invariance=">=2",  # a call has one row, so there are no others
+        num_parameters=made.num_parameters,
+        source=made.origin,
+        licence=made.licence,
+        head_ids=f"{ROLE}/{HEAD_IDS}",
+    )
+    return {"info": asdict(info), "check": check}
+
+
+def _round(job: Job, plain: Path, folder: Path, precision: str, block: int | None) -> tuple[Path, dict[str, Any]]:
+    if precision == "fp32":
+        return copy_graph(plain, folder), {}
+    if precision == "fp16":
+        return halve_graph(plain, folder, job.progress.advance), {}
+    assert block is not None
+    path, report = quantize_graph(plain, folder, precision, block, job.progress.advance)
+    return path, {"draft_quantization": report}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """What was measured of a draft on the check text, two steps from each of its tokens.
+
+    Attributes:
+        tokens: of the text.
+        mean_tv, max_tv, top1: against the same steps in float32 NumPy, over all rows.
+        perplexity, original_perplexity: of the text's tokens that the head has, at first steps.
+        overlap: mean of sum(min(p, q)) at first steps, with p the target's: acceptance at temperature 1.
+    """
+
+    tokens: int
+    mean_tv: float
+    max_tv: float
+    top1: float
+    perplexity: float
+    original_perplexity: float
+    overlap: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One place of the text: the draft's two rows there, the reference's, and the target's at the first."""
+
+    found: tuple[Rows, Rows]
+    expected: tuple[Rows, Rows]
+    target: Rows
+    token: int  # that follows
+
+
+class _Pair:
+    """A finished target and the draft's weights."""
+
+    def __init__(
+        self, target: Path, graph: Graph, made: Distilled, weights: Weights, embedding: ir.TensorProtocol
+    ) -> None:
+        self.target, self.context_length, self.tokens = target, graph.context_length, graph.reference.tokens
+        self.made, self.weights = made, weights
+        self.embedding = np.asarray(embedding.numpy()[self.tokens], np.float32)
+
+    def check(self, path: Path, precision: str, rows_file: Path) -> DraftFigures:
+        """Compare a draft's graph with NumPy and with the target's logits of the check text.
+
+        Raises:
+            ExportError: the graph is not the draft.
+        """
+        columns = {int(token): column for column, token in enumerate(self.made.head_ids)}
+        rows = list(self._rows(path, np.load(rows_file, mmap_mode="r")))
+        pairs = [pair for row in rows for pair in zip(row.found, row.expected, strict=True)]
+        distances = [total_variation(found, expected) for found, expected in pairs]
+        known = [row for row in rows if row.token in columns]
+
+        def perplexity(name: str) -> float:
+            chosen = [distribution(getattr(row, name)[0])[columns[row.token]] for row in known]
+            return float(np.exp(-np.log(chosen).mean())) if chosen else 1.0
+
+        ids = self.made.head_ids
+        overlaps = [np.minimum(distribution(row.target)[ids], distribution(row.found[0])).sum() for row in rows]
+        figures = DraftFigures(
+            tokens=len(self.tokens),
+            mean_tv=float(np.mean(distances)),
+            max_tv=max(distances),
+            top1=float(np.mean([found.argmax() == expected.argmax() for found, expected in pairs])),
+            perplexity=perplexity("found"),
+            original_perplexity=perplexity("expected"),
+            overlap=float(np.mean(overlaps)),
+        )
+        _enforce(figures, LIMITS[precision])
+        return figures
+
+    def measure(self, path: Path) -> dict[str, Any]:
+        """Milliseconds of a step: the median, on this machine."""
+        with ExitStack() as stack:
+            _, draft = self._open(stack, path)
+            seconds = []
+            for token in self.tokens[:_TIMED]:
+                started = time.perf_counter()
+                draft.forward(np.array([token]), 1)
+                seconds.append(time.perf_counter() - started)
+        return {"past": 0, "ms": {"1": float(np.median(seconds[1:]) * 1e3)}}
+
+    def _open(self, stack: ExitStack, path: Path) -> tuple[DecoderSession, RecurrentSession]:
+        length, runtime = self.context_length, RuntimeParams()
+        target = DecoderSession(self.target, context_length=length, runtime=runtime)
+        stack.callback(target.close)
+        head = Head(self.made.head_ids, self.made.vocab_size)
+        draft = RecurrentSession(path, target=target, context_length=length, runtime=runtime, head=head)
+        stack.callback(draft.close)
+        return target, draft
+
+    def _rows(self, path: Path, logits: Rows) -> Iterator[_Row]:
+        """Every place with two further tokens, as the sessions of an engine compute it."""
+        with ExitStack() as stack:
+            target, draft = self._open(stack, path)
+            for start in range(0, len(self.tokens) - 2, _READ):
+                places = np.arange(start, min(start + _READ, len(self.tokens) - 2))
+                target.forward(self.tokens[start : start + len(places)], len(places))
+                expected = self._expected(target, places)
+                for i, place in enumerate(places):
+                    pending = draft.sync(self.tokens[: place + 2])
+                    first = draft.forward(pending, 1)[0].copy()
+                    second = draft.forward(self.tokens[place + 2 : place + 3], 1)[0].copy()
+                    both = expected[0][i], expected[1][i]
+                    yield _Row((first, second), both, logits[place + 1], int(self.tokens[place + 2]))
+
+    def _expected(self, target: DecoderSession, places: Tokens) -> tuple[Rows, Rows]:
+        rows = [target.hidden_after(self.tokens[: place + 1]) for place in places]
+        hidden = np.stack([row for row in rows if row is not None])
+        assert len(hidden) == len(places), "every row of a call is kept"
+        nothing = np.zeros((len(places), self.made.hidden_size), np.float32)
+        first, state = compute_step(self.made, self.weights, self.embedding[places + 1], hidden, nothing)
+        second, _ = compute_step(self.made, self.weights, self.embedding[places + 2], np.zeros_like(hidden), state)
+        return first, second
+
+
+def _enforce(figures: DraftFigures, limits: Limits) -> None:
+    for found, most, meaning in (
+        (figures.mean_tv, limits.mean_tv, "mean"),
+        (figures.max_tv, limits.max_tv, "largest"),
+    ):
+        if not found <= most:  # also true for NaN
+            raise ExportError(
+                f"the draft's graph is not the draft: the {meaning} total variation to it is {found:.4g}, and at most "
+                f"{most:g} is rounding; use another precision"
+            )

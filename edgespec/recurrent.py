@@ -1,0 +1,202 @@
+"""`RecurrentSession`: a draft without a cache that goes on from what its target computed at the last token.
+
+Its first token comes from the target's row of `hidden`, later ones from its own state. So it never has anything to
+read, whatever happened to the text. Source of the idea: EAGLE (Li et al. 2024), Hydra (Ankner et al. 2024).
+
+Knows nothing of text or sampling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.bundle import MAX_VOCAB, ModelInfo
+from edgespec.contracts import Interrupted, Rows, Tokens
+from edgespec.errors import BundleError, SessionError
+from edgespec.head import Head
+from edgespec.kv import float_type
+from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
+from edgespec.params import RuntimeParams
+from edgespec.session import DecoderSession
+
+_INPUTS = {"input_ids", "hidden", "state"}
+_OUTPUTS = {"logits", "next_state"}
+
+
+class RecurrentSession:
+    """A `Scorer` for a draft of cache kind `none`: one token a call, everything bound once.
+
+    The graph: inputs `input_ids` int64 [1, 1], `hidden` [1, 1, F], `state` [1, 1, H]; outputs `logits` [1, 1, h] and
+    `next_state` [1, 1, H]. `state` is 0 at the first token after `sync`, `hidden` at all others.
+
+    Args:
+        path: of the graph.
+        target: whose rows of `hidden` it starts from. Where there is none for the text, it starts from zeros, which
+            costs acceptance and nothing else.
+        context_length: most tokens of a text.
+        runtime: provider, threads, spinning.
+        head: the tokens of the graph's head where it has not all of them.
+        session: ONNX Runtime's own, when the graph is loaded already.
+        reads: let the target read what it has not, so that a row of logits is a function of the text alone. For
+            tests: in use the target has read the text when a draft is asked for.
+
+    Attributes:
+        interrupt: of the answer that is being made, or `None`.
+
+    Raises:
+        SessionError: the graph or the provider cannot be used, or the target is not the graph's.
+        ConfigError: the provider is not installed.
+    """
+
+    row_rule = None
+    owns_cache = False  # it has none
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        target: DecoderSession,
+        context_length: int,
+        runtime: RuntimeParams,
+        head: Head | None = None,
+        session: Any = None,
+        reads: bool = False,
+    ) -> None:
+        self.interrupt: Interrupt | None = None
+        self.target, self.head, self.reads = target, head, reads
+        self.context_length = context_length
+        self._path, self._runtime = path, runtime
+        self.session = open_session(path, runtime) if session is None else session
+        self.provider: str = self.session.get_providers()[0]
+        values = (*self.session.get_inputs(), *self.session.get_outputs())
+        shapes, types = {v.name: v.shape for v in values}, {v.name: v.type for v in values}
+        _check_graph(path, self.session, shapes, target, head)
+        self.vocab_size = int(shapes["logits"][-1])
+        target.keep_hidden()
+        self._ids = np.zeros((1, 1), np.int64)
+        self._hidden = np.zeros(shapes["hidden"], float_type("hidden", types))
+        self._state = np.zeros(shapes["state"], float_type("state", types))
+        self._logits = np.zeros(shapes["logits"], float_type("logits", types))
+        self._binding = self.session.io_binding()
+        self._bind()
+        self._num_fed = 0  # since the start
+        self._before: Tokens | None = None  # the text to start from, until the first token is fed
+
+    def sync(self, context: Tokens) -> Tokens:
+        """Start anew after `context`. What is to feed is always its last token."""
+        self._before = context[:-1]
+        return context[-1:]
+
+    def forward(self, tokens: Tokens, rows: int) -> Rows:
+        """As `Scorer.forward`: one call of the graph for each of `tokens`."""
+        assert 1 <= rows <= len(tokens), (rows, len(tokens))
+        if len(tokens) == 1:
+            return self._step(tokens[0])
+        found = np.empty((rows, self.vocab_size), np.float32)
+        for i, token in enumerate(tokens, rows - len(tokens)):
+            row = self._step(token)
+            if i >= 0:
+                found[i] = row[0]
+        return found
+
+    def rewind(self, length: int) -> None:
+        """Start anew from zeros: states before the last are not kept."""
+        self._start(None)
+
+    def pretend(self, length: int) -> None:
+        """As `DecoderSession.pretend`: a call costs the same after any text."""
+        self._start(None)
+
+    def close(self) -> None:
+        """Release the session. Nothing may be called afterwards."""
+        del self._binding, self.session
+
+    def fork(self, target: DecoderSession) -> RecurrentSession:
+        """A session on the same loaded weights for another target. Both may run at once."""
+        return RecurrentSession(
+            self._path,
+            target=target,
+            context_length=self.context_length,
+            runtime=self._runtime,
+            head=self.head,
+            session=self.session,
+            reads=self.reads,
+        )
+
+    def check(self, info: ModelInfo) -> None:
+        """Compare what a manifest says of the graph with the graph.
+
+        Raises:
+            BundleError: they differ.
+        """
+        found = self.vocab_size if self.head is None else self.head.vocab_size
+        if info.cache != "none" or info.vocab_size != found:
+            raise BundleError(
+                f"{self._path}: the manifest says cache {info.cache} and vocab_size {info.vocab_size}, but the graph "
+                f"has none and {found}; export or copy the bundle again"
+            )
+
+    def _start(self, row: NDArray[np.float32] | None) -> None:
+        self._hidden[...] = 0 if row is None else row
+        self._state.fill(0)
+        self._num_fed, self._before = 0, None
+
+    def _row(self, before: Tokens) -> NDArray[np.float32] | None:
+        """What the target computed at the last token of `before`."""
+        row = self.target.hidden_after(before)
+        if row is None and self.reads and len(before):
+            self.target.forward(self.target.sync(before), 1)
+            row = self.target.hidden_after(before)
+        return row
+
+    def _step(self, token: Any) -> Rows:
+        if self._before is not None:
+            self._start(self._row(self._before))
+        elif self._num_fed == 1:
+            self._hidden.fill(0)
+        self._ids[0, 0] = token
+        try:
+            self.session.run_with_iobinding(self._binding, self.interrupt and self.interrupt.options)
+        except Exception as error:
+            self._start(None)
+            if self.interrupt is not None and self.interrupt.is_set():
+                raise Interrupted from error
+            raise SessionError(f"ONNX Runtime failed in a call of the draft: {one_line(error)}") from error
+        self._num_fed += 1
+        found: Rows = self._logits[0].astype(np.float32, copy=False)
+        return found
+
+    def _bind(self) -> None:
+        host = OrtDevice("CPUExecutionProvider")
+        # One buffer for both: the graph has read the state long before it writes the next.
+        state = host.put(self._state)
+        self._binding.bind_ortvalue_input("input_ids", host.put(self._ids))
+        self._binding.bind_ortvalue_input("hidden", host.put(self._hidden))
+        self._binding.bind_ortvalue_input("state", state)
+        self._binding.bind_ortvalue_output("next_state", state)
+        self._binding.bind_ortvalue_output("logits", host.put(self._logits))
+
+
+def _check_graph(path: Path, session: Any, shapes: dict[str, Any], target: DecoderSession, head: Head | None) -> None:
+    inputs, outputs = {v.name for v in session.get_inputs()}, {v.name for v in session.get_outputs()}
+    is_known = inputs == _INPUTS and outputs == _OUTPUTS and shapes["state"] == shapes["next_state"]
+    if not is_known or not all(_is_row(shapes[name]) for name in (*inputs, *outputs)):
+        raise SessionError(f"{path} is no draft without a cache: its inputs and outputs are {shapes}; export it again")
+    if shapes["hidden"][-1] != target.hidden_size:
+        raise SessionError(
+            f"{path} starts from rows of {shapes['hidden'][-1]} numbers and its target gives "
+            f"{target.hidden_size or 'none'}; export both together"
+        )
+    if head is not None and len(head.ids) != shapes["logits"][-1]:
+        raise SessionError(
+            f"{path} has {shapes['logits'][-1]} columns of logits and {len(head.ids)} tokens; export it again"
+        )
+
+
+def _is_row(shape: list[Any]) -> bool:
+    """[1, n] or [1, 1, n], with an n that can be."""
+    return all(n == 1 for n in shape[:-1]) and isinstance(shape[-1], int) and 1 <= shape[-1] <= MAX_VOCAB
