@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import edgespec
 from edgespec import RuntimeParams, SamplingParams, SpecParams
 from edgespec.bundle import ModelInfo
 from edgespec.export import export_bundle
-from edgespec.ort import runtime_version
+from edgespec.ort import one_line, runtime_version
 from edgespec.session import DecoderSession
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -88,17 +89,51 @@ def measure(path: Path, manifest: edgespec.Manifest, provider: str) -> list[str]
         found = compare(path, info, provider)
         say(f"{role} against the CPU", **found)
         failures += [f"{role} {key}" for key in ("parity", "rollback") if not found[key] <= TOLERANCE[info.precision]]
-        say(f"{role} ms by rows of a call", **speeds(path, info, provider))
-    texts = {}
-    for drafter in ("none", "model"):
-        texts[drafter], figures = answer(path, drafter, provider)
-        say(f"answer, drafter {drafter}", **figures)
-    say("greedy text", is_equal=texts["none"] == texts["model"])
+        for pinned in (False, True):
+            words = ", rows in pinned memory" if pinned else ""
+            say(f"{role} ms by rows of a call{words}", **speeds(path, info, provider, pinned))
+    say("CUDA graph", refused=refusal_of_capture(path / manifest.target.path, provider))
+    return failures + answers(path, provider)
+
+
+def answers(path: Path, provider: str) -> list[str]:
+    """Greedy answers without a draft, with it, and with either model on the CPU; names of those that failed."""
+    runtimes = {
+        "drafter none": ("none", RuntimeParams(provider=provider)),
+        "drafter model": ("model", RuntimeParams(provider=provider)),
+        "draft on the CPU": ("model", RuntimeParams(provider=provider, draft_provider="cpu")),
+        "target on the CPU": ("model", RuntimeParams(provider="cpu", draft_provider=provider)),
+    }
+    texts, failures = {}, []
+    for name, (drafter, runtime) in runtimes.items():
+        try:
+            texts[name], figures = answer(path, drafter, replace(runtime, map_weights=False))
+            say(f"answer, {name}", **figures)
+        except edgespec.EdgespecError as error:
+            say(f"answer, {name}", error=str(error))
+            failures.append(name)
+    say("greedy text", is_equal=texts.get("drafter none") == texts.get("drafter model"))
     return failures
 
 
-def open_model(path: Path, info: ModelInfo, provider: str) -> DecoderSession:
-    runtime = RuntimeParams(provider=provider)
+def refusal_of_capture(path: Path, provider: str) -> str | None:
+    """What ONNX Runtime says to capturing the target as a CUDA graph; None if it would do it."""
+    import onnxruntime
+
+    if provider != "cuda":
+        return "only CUDA captures"
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        settings = {"enable_cuda_graph": "1"}
+        onnxruntime.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", settings)])
+    except Exception as error:  # onnxruntime's exceptions share no base class but this one
+        return one_line(error)
+    return None
+
+
+def open_model(path: Path, info: ModelInfo, provider: str, pinned: bool = False) -> DecoderSession:
+    runtime = RuntimeParams(provider=provider, pinned_logits=pinned)
     return DecoderSession(path / info.path, context_length=info.context_length, runtime=runtime)
 
 
@@ -123,10 +158,17 @@ def total_variation(rows: np.ndarray, others: np.ndarray) -> float:
     return float(np.abs(p - q).sum(-1).mean() / 2)
 
 
-def speeds(path: Path, info: ModelInfo, provider: str) -> dict[str, float]:
-    """Median milliseconds of calls with 1, 2, 5 and 9 rows after 128 tokens."""
+def speeds(path: Path, info: ModelInfo, provider: str, pinned: bool) -> dict[str, Any]:
+    """Median milliseconds of calls with 1, 2, 5 and 9 rows after 128 tokens, or why there are none."""
+    try:
+        return _speeds(path, info, provider, pinned)
+    except edgespec.SessionError as error:
+        return {"error": str(error)}
+
+
+def _speeds(path: Path, info: ModelInfo, provider: str, pinned: bool) -> dict[str, float]:
     tokens = np.random.default_rng(0).integers(3, 259, 140)
-    with closing(open_model(path, info, provider)) as session:
+    with closing(open_model(path, info, provider, pinned)) as session:
         session.forward(tokens[:128], 1)
         found = {}
         for width in (1, 2, 5, 9):
@@ -140,10 +182,12 @@ def speeds(path: Path, info: ModelInfo, provider: str) -> dict[str, float]:
     return found
 
 
-def answer(path: Path, drafter: str, provider: str) -> tuple[list[int], dict[str, Any]]:
+def answer(path: Path, drafter: str, runtime: RuntimeParams) -> tuple[list[int], dict[str, Any]]:
     """A greedy answer, and what it took."""
-    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
-    spec, runtime = SpecParams(drafter=drafter), RuntimeParams(provider=provider)  # type: ignore[arg-type]
+    # Half precision is slow on a CPU.
+    is_slow = runtime.provider == "cpu" and runtime.draft_provider == "cuda"
+    params = SamplingParams(max_new_tokens=8 if is_slow else 48, ignore_eos=True)
+    spec = SpecParams(drafter=drafter)
     with edgespec.load(path, spec=spec, runtime=runtime) as engine, engine.generate("once upon a time", params) as text:
         text.text()
         return list(text.token_ids), {"tokens_per_s": text.stats.tokens_per_s, "accepted": text.stats.accepted}

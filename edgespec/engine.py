@@ -345,4 +345,5 @@ class Engine:
         return named
 
     def _cache_file(self) -> CacheFile:
-        return CacheFile(bundle_digest(self.bundle.manifest), self.providers[0], self.row_rule or "off")
+        providers = "+".join(dict.fromkeys(self.providers))
+        return CacheFile(bundle_digest(self.bundle.manifest), providers, self.row_rule or "off")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from edgespec.bundle import Bundle, can_share_cache, model_head
+from edgespec.ort import provider_name
 from edgespec.params import RuntimeParams
 from edgespec.prepacked import open_graph
 from edgespec.recurrent import RecurrentSession
@@ -36,7 +37,8 @@ def open_draft(bundle: Bundle, runtime: RuntimeParams, target: DecoderSession, *
     """The session of the bundle's draft model beside that of its target.
 
     Args:
-        target: of the same bundle; lends its cache or its `hidden` to a draft that needs it.
+        target: of the same bundle; lends its cache or its `hidden` to a draft that needs it. Between two providers only
+            `hidden` can be lent, which goes through the host's memory.
         reads: as for `RecurrentSession`.
     Raises:
         BundleError: it is not what the manifest says.
@@ -44,8 +46,10 @@ def open_draft(bundle: Bundle, runtime: RuntimeParams, target: DecoderSession, *
     """
     info = bundle.manifest.draft
     assert info is not None, bundle.path
+    runtime = runtime.for_draft()
     path, head = bundle.path / info.path, model_head(bundle, info)
-    is_same = info.path == bundle.manifest.target.path
+    is_beside = provider_name(runtime.provider) == target.provider
+    is_same = is_beside and info.path == bundle.manifest.target.path
     graph, length = target.session if is_same else open_graph(bundle, info, runtime), info.context_length
     session: DraftSession
     if info.cache == "none":
@@ -53,7 +57,7 @@ def open_draft(bundle: Bundle, runtime: RuntimeParams, target: DecoderSession, *
             path, target=target, context_length=length, runtime=runtime, head=head, session=graph, reads=reads
         )
     else:
-        lender = target if can_share_cache(bundle.manifest) else None
+        lender = target if is_beside and can_share_cache(bundle.manifest) else None
         session = DecoderSession(path, context_length=length, runtime=runtime, lender=lender, session=graph, head=head)
     session.check(info)
     return session

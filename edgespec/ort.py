@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ _SHORT_PROVIDER_NAMES = {
 # Where a provider's tensors can be bound; all others read and write the memory of the host.
 _DEVICES = {"CUDAExecutionProvider": "cuda", "DmlExecutionProvider": "dml"}
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all contexts, ONNX Runtime's too
 _NO_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 
 
@@ -109,11 +111,17 @@ def provider_name(name: str) -> str:
 
 
 class OrtDevice:
-    """Tensors in the memory of the provider that runs the graph."""
+    """Tensors in the memory of the provider that runs the graph.
 
-    def __init__(self, provider: str) -> None:
+    Args:
+        provider: ONNX Runtime's name of it.
+        pinned: page-lock what `host_array` gives, so that a CUDA device copies into it directly.
+    """
+
+    def __init__(self, provider: str, *, pinned: bool = False) -> None:
         self._ort = import_onnxruntime()
         self.name = _DEVICES.get(provider, "cpu")
+        self._pins = pinned and self.name == "cuda"
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         if self.name == "cpu":
@@ -123,6 +131,61 @@ class OrtDevice:
     def put(self, array: NDArray[Any]) -> Any:
         """On the CPU the tensor *is* the array's memory."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.name, 0)
+
+    def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        """An array in the host's memory for results, whose contents do not matter.
+
+        Raises:
+            SessionError: its memory cannot be pinned as asked for.
+        """
+        array = np.empty(shape, dtype)
+        if self._pins and array.nbytes:
+            _pin(array)
+        return array
+
+
+def _pin(array: NDArray[Any]) -> None:
+    """Page-lock an array's memory for as long as it lives, by CUDA's driver.
+
+    The driver is there wherever the provider runs, under one name, which the runtime library is not.
+    """
+    address, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        _call_driver(driver, "cuMemHostRegister_v2", address, size, _PORTABLE)
+    except (OSError, AttributeError) as error:
+        raise SessionError(f"memory cannot be pinned for CUDA ({error}): leave out `pinned_logits`") from error
+    weakref.finalize(array, _unpin, driver, address).atexit = False
+
+
+def _unpin(driver: Any, address: Any) -> None:
+    with contextlib.suppress(OSError):  # nobody could do anything about it
+        _call_driver(driver, "cuMemHostUnregister", address)
+
+
+def _call_driver(driver: Any, name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver in the context that the first device's users share.
+
+    Raises:
+        OSError: it failed.
+    """
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(driver, name)(*arguments)
+        if status:
+            raise OSError(f"{name} gave {status}")
+
+    context = ctypes.c_void_p()
+    call("cuInit", 0)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    try:
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            call(name, *arguments)
+        finally:
+            call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", 0)
 
 
 class Interrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal
 
@@ -320,6 +320,10 @@ class RuntimeParams:
         map_weights: on the CPU, map weights from a file in the cache folder, which the first load of a bundle writes,
             instead of copying them into the process. Takes up to 2.3 times the bundle's size on the disk; the
             results are the same to the last bit. What cannot be written is not mapped.
+        pinned_logits: on CUDA, page-lock the host's memory into which rows of logits are copied. Not measured yet, so
+            off; `benchmarks/gpu_smoke.py` measures it. Other providers have nothing to pin.
+        draft_provider: execution provider of the draft model; `None` is that of the target. With another one the draft
+            has a cache of its own, where it would have worked on the target's.
     """
 
     provider: str = "cpu"
@@ -331,6 +335,8 @@ class RuntimeParams:
     initial_capacity: int = 512
     verify_hashes: bool = True
     map_weights: bool = True
+    pinned_logits: bool = False
+    draft_provider: str | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -348,10 +354,17 @@ class RuntimeParams:
             "an even integer of at least 2",
         )
         _require(_is_count(self.initial_capacity, 8), "initial_capacity", self.initial_capacity, "at least 8")
-        _require(isinstance(self.provider, str) and bool(self.provider), "provider", self.provider, "a name")
+        for name in ("provider", "draft_provider"):
+            value = getattr(self, name)
+            is_name = isinstance(value, str) and bool(value)
+            _require(is_name or (value is None and name != "provider"), name, value, "a name")
         _require(
             _is_number(self.near_tie) and self.near_tie >= 0, "near_tie", self.near_tie, "0 (off) or a positive number"
         )
-        for name in ("exact", "verify_hashes", "map_weights"):
+        for name in ("exact", "verify_hashes", "map_weights", "pinned_logits"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")
+
+    def for_draft(self) -> RuntimeParams:
+        """The same for the draft model."""
+        return replace(self, provider=self.draft_provider or self.provider)

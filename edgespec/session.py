@@ -93,6 +93,7 @@ class DecoderSession:
         self._has_keep = "keep" in inputs
         self._binding = self.session.io_binding()
         capacity = min(runtime.initial_capacity, context_length + 1)
+        self._device = OrtDevice(self.provider, pinned=runtime.pinned_logits)
         self._cache = self._open_cache(find_cache_tensors(inputs, list(outputs), types), capacity, path)
         self._host = OrtDevice("CPUExecutionProvider")  # ids, lengths and logits
         self._ids = np.zeros(self._chunk, np.int64)
@@ -253,10 +254,9 @@ class DecoderSession:
 
     def _open_cache(self, tensors: list[CacheTensor], capacity: int, path: Path) -> SharedCache | GrowingCache:
         if self._lender is None:
-            device = OrtDevice(self.provider)
             if self.is_shared:
-                return SharedCache(tensors, device, self._binding, capacity)
-            return GrowingCache(tensors, device, self._binding)
+                return SharedCache(tensors, self._device, self._binding, capacity)
+            return GrowingCache(tensors, self._device, self._binding)
         cache = self._lender._cache
         if not isinstance(cache, SharedCache) or cache.tensors != tensors or self._lender.provider != self.provider:
             raise SessionError(f"{path}: the cache of another session cannot be used: its tensors are not the same")
@@ -308,7 +308,8 @@ class DecoderSession:
         if (size, num_rows) == self._bound:
             return
         if num_rows > len(self._logits):
-            self._logits, self._logit_values = np.empty((num_rows, self._vocab_size), self._logit_type), {}
+            self._logits = self._device.host_array((num_rows, self._vocab_size), self._logit_type)
+            self._logit_values = {}
         # Making an OrtValue takes longer than all the rest here: one for each width is kept.
         if size not in self._id_values:
             self._id_values[size] = self._host.put(self._ids[None, :size])

@@ -124,12 +124,13 @@ def profile_name(
 
     Args:
         runtime: nothing left open but perhaps the number of threads.
-        provider: ONNX Runtime's name of it.
+        provider: ONNX Runtime's name of the target's.
         row_rule: of exact mode, if it is on.
         has_draft: whether a draft model's session is open beside the target's.
     """
-    digest, version = bundle_digest(manifest), version_of_onnxruntime()
-    return profile_key(digest, version, provider, runtime.threads, runtime.spinning, row_rule, has_draft)
+    facts = [bundle_digest(manifest), version_of_onnxruntime(), provider, runtime.threads, runtime.spinning, row_rule]
+    apart = [runtime.draft_provider] if has_draft and runtime.draft_provider is not None else []
+    return profile_key(*facts, has_draft, *apart)
 
 
 def advice_name(manifest: Manifest, provider: str, *, has_draft: bool) -> str:

@@ -35,7 +35,7 @@ class CacheFile:
 
     Attributes:
         bundle: `bundle_digest` of it.
-        provider: ONNX Runtime's name of the provider that ran the target.
+        provider: ONNX Runtime's name of the provider that ran the models, or the two names of two.
         row_rule: of exact mode, or `off`.
     """
 

@@ -29,7 +29,10 @@ def test_the_smoke_script_runs_dry() -> None:
     assert lines["done"]["failures"] == []
     for role in ("target", "draft"):
         assert lines[f"{role} against the CPU"] == {"what": f"{role} against the CPU", "parity": 0.0, "rollback": 0.0}
-        assert set(lines[f"{role} ms by rows of a call"]) == {"what", "1", "2", "5", "9"}
+        for words in ("", ", rows in pinned memory"):
+            assert set(lines[f"{role} ms by rows of a call{words}"]) == {"what", "1", "2", "5", "9"}
+    for where in ("drafter model", "draft on the CPU", "target on the CPU"):
+        assert set(lines[f"answer, {where}"]) == {"what", "tokens_per_s", "accepted"}
 
 
 @pytest.mark.gpu

@@ -76,6 +76,7 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 @option("--threads", text="Threads per operator.  [default: what tune found, else one per core]", type=int)
 @option("--spinning", text="Whether idle threads spin.", default="auto", type=click.Choice(get_args(Spinning)))
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider)
+@option("--draft-provider", text="Execution provider of the draft model.  [default: that of --provider]")
 @option("--peers", text=f"Other engines: {','.join(PEERS)}.", type=_Names(PEERS))
 @option("--peer-python", text="Python that has them installed.  [default: this one]", metavar="PATH")
 @option("--peer-model", text="Model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")

@@ -53,6 +53,7 @@ def _engine_options(command: _F) -> _F:
             text="Map weights from a file in the cache folder, on the CPU.",
             default=_RUNTIME.map_weights,
         ),
+        option("--draft-provider", text="Execution provider of the draft model.  [default: that of --provider]"),
         option("--provider", text="Execution provider: cpu, cuda, ...", default=_RUNTIME.provider),
         option("--verifier", text="coupled: one text per seed.", default=_SPEC.verifier, type=verifiers),
         option("--num-draft-tokens", text="Drafted per round.  [default: as many as pay]", type=int),

@@ -33,6 +33,7 @@ _UNUSED = ("max_new_tokens", "stop")
 @option("--budget", text="Time to take, as in 60s or 5m.", default="60s", callback=seconds)
 @option("--threads", text="Threads per operator.  [default: one per physical core]", type=int)
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=RuntimeParams().provider)
+@option("--draft-provider", text="Execution provider of the draft model.  [default: that of --provider]")
 @sampling_options
 @option("--plot", text="Draw p-values and counts to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
@@ -45,6 +46,7 @@ def verify_command(
     seed: int | None,
     threads: int | None,
     provider: str,
+    draft_provider: str | None,
     plot: Path | None,
     as_json: bool,
     **options: Any,
@@ -66,7 +68,7 @@ def verify_command(
         bundle = default_bundle_path()
     names = _drafters(drafter, has_model=read_bundle(bundle, verify_hashes=False).manifest.draft is not None)
     spinning: Spinning = "off" if "model" in names else "stop"
-    runtime = RuntimeParams(provider=provider, threads=threads, spinning=spinning)
+    runtime = RuntimeParams(provider=provider, threads=threads, spinning=spinning, draft_provider=draft_provider)
     with progress() as tell:
         tell("loading", 0.0)
         with open_subject(bundle, runtime, with_draft="model" in names) as subject:
