@@ -17,6 +17,7 @@ from edgespec.errors import ConfigError, SessionError
 from edgespec.params import RuntimeParams, SamplingParams, SpecParams
 from edgespec.speculation import profile_name
 from tests.test_cli import cli
+from tests.tiny_hidden import make_hidden_bundle
 
 CPU, OTHER = "CPUExecutionProvider", "OtherExecutionProvider"
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -80,6 +81,21 @@ def test_the_pair_runs_where_it_is_asked_to(
             stream = one.generate("some text", PARAMS)
             assert stream.text() == expected
             assert stream.stats.accepted > 0
+
+
+def test_a_draft_without_a_cache_runs_elsewhere(tmp_path: Path, other: Callable[[], None]) -> None:
+    """What the target computed goes to the draft by the host's memory: as much is accepted as beside it."""
+    other()
+    bundle = make_hidden_bundle(tmp_path / "pair")
+    accepted, texts = [], []
+    for provider in (None, OTHER):
+        with edgespec.load(bundle, spec=DRAFTED, runtime=RuntimeParams(draft_provider=provider)) as engine:
+            assert engine.providers == (CPU, provider or CPU)
+            stream = engine.generate("some text", PARAMS)
+            texts.append(stream.text())
+            accepted.append(stream.stats.accepted)
+    assert texts[0] == texts[1]
+    assert accepted[0] == accepted[1] > 0
 
 
 def test_there_is_no_fall_back(tiny_pair: Path, other: Callable[[str], None]) -> None:
