@@ -79,6 +79,7 @@ def main() -> None:
                 "top_p": top_p,
                 "rows": options.num_draft_tokens + 1,
                 "vocab": engine.bundle.manifest.target.vocab_size,
+                "draft_columns": engine._sessions[1].vocab_size if drafter == "model" else None,
                 "rounds": len(seconds),
                 "median_ms": round(median(seconds) * 1e3, 3),
                 "p90_ms": round(quantiles(seconds, n=10)[-1] * 1e3, 3),

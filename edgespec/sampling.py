@@ -3,6 +3,9 @@
 Nothing here sorts a vocabulary. What survives a cut is found by a bound that costs one pass (the k-th largest of
 the maxima of blocks; a floor under the most probable token; a bracket estimated from a sample), and only what is
 above the bound, or inside the bracket, is sorted.
+
+After each call of a model the caches are cold, and code costs more than arithmetic: so the few functions that all of
+this needs are ufuncs and methods in C, `np.add.reduce(x)` and not `x.sum()`, which goes through Python.
 """
 
 from __future__ import annotations
@@ -36,21 +39,22 @@ def draw(weights: _Rows, uniform: float) -> int:
     """
     starts = np.arange(0, len(weights), _BLOCK)
     block, rest = _quantile(np.add.reduceat(weights, starts), uniform)
-    start = int(starts[block])
+    start = block * _BLOCK
     token, _ = _quantile(weights[start : start + _BLOCK], rest)
     return start + token
 
 
 def _quantile(weights: _Rows, uniform: float) -> tuple[int, float]:
     """Index of the weight in which the quantile lies, and how far inside it, from [0, 1)."""
-    heights = np.cumsum(weights, dtype=np.float64)
-    if not heights[-1] > 0:
+    heights = np.add.accumulate(weights, dtype=np.float64)
+    total: float = heights.item(-1)
+    if not total > 0:
         return 0, 0.0
     # Strictly below the total even after rounding, so that the index found has a weight.
-    target = min(uniform * heights[-1], np.nextafter(heights[-1], 0))
-    index = int(np.searchsorted(heights, target, side="right"))
-    below = heights[index - 1] if index else 0.0
-    return index, float((target - below) / (heights[index] - below))
+    target = min(uniform * total, math.nextafter(total, 0))
+    index = int(heights.searchsorted(target, side="right"))
+    below: float = heights.item(index - 1) if index else 0.0
+    return index, (target - below) / (heights.item(index) - below)
 
 
 def shape(logits: _Rows, params: SamplingParams) -> _Rows:
@@ -78,7 +82,7 @@ def shape(logits: _Rows, params: SamplingParams) -> _Rows:
 
 def _survivors(row: _Rows, params: SamplingParams) -> tuple[NDArray[np.intp] | None, _Rows]:
     """Tokens that are left of a row, ascending, and their distribution; `None` for all, with `row` overwritten."""
-    best = row.max()
+    best = row[row.argmax()]
     if best < _LOWEST:
         best = np.float32(0)
     floor = _floor(row, best, params)
@@ -86,10 +90,10 @@ def _survivors(row: _Rows, params: SamplingParams) -> tuple[NDArray[np.intp] | N
         return _few_survivors(row, best, floor, params)
     weights = _exponentials(row, best, params.temperature)
     if params.top_p < 1:
-        wanted = weights.sum() * np.float32(params.top_p)
+        wanted = np.add.reduce(weights) * np.float32(params.top_p)
         (cells,) = (weights >= _FLOOR).nonzero()
         few = weights[cells]
-        if len(cells) <= _FEW and few.sum() >= wanted > 0:
+        if len(cells) <= _FEW and np.add.reduce(few) >= wanted > 0:
             few *= few >= _edge(few, few, wanted)
             return cells, _normalised(_cut_late(few, params))
         _cut(weights, weights, params.top_p)
@@ -168,7 +172,7 @@ def _typicality(weights: _Rows) -> _Rows:
 
 def _cut(weights: _Rows, scores: _Rows, mass: float) -> None:
     """Keep, in place, the tokens of the best scores that together have this share of the weight."""
-    weights *= scores >= _edge(scores, weights, weights.sum() * np.float32(mass))
+    weights *= scores >= _edge(scores, weights, np.add.reduce(weights) * np.float32(mass))
 
 
 def _edge(scores: _Rows, weights: _Rows, wanted: np.float32) -> np.float32:
@@ -191,12 +195,13 @@ def _edge(scores: _Rows, weights: _Rows, wanted: np.float32) -> np.float32:
 
 def _sorted_edge(scores: _Rows, weights: _Rows, wanted: np.float32) -> np.float32:
     if scores is weights:  # sorting values is several times faster than sorting places
-        ordered = descending = np.sort(weights)[::-1]
+        ascending = weights.copy()
+        ascending.sort()
+        ordered = descending = ascending[::-1]
     else:
         order = np.argsort(-scores)
         ordered, descending = scores[order], weights[order]
-    last = np.count_nonzero(np.cumsum(descending, dtype=np.float64)[:-1] < wanted)
-    edge: np.float32 = ordered[last]
+    edge: np.float32 = ordered[np.add.accumulate(descending, dtype=np.float64)[:-1].searchsorted(wanted)]
     return edge
 
 
@@ -219,5 +224,5 @@ def _bracket(scores: _Rows, weights: _Rows, wanted: np.float32, width: int) -> t
 
 def _normalised(weights: _Rows) -> _Rows:
     """In place; where nothing has weight it stays so."""
-    weights /= np.maximum(weights.sum(), _TINY)
+    weights /= max(np.add.reduce(weights), _TINY)
     return weights

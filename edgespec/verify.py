@@ -146,4 +146,4 @@ def residual(p: NDArray[np.float32], draft: Draft, index: int) -> NDArray[np.flo
         np.maximum(rest, 0, out=rest)
     else:
         rest[draft.ids] = np.maximum(rest[draft.ids] - draft.dists[index], 0)
-    return rest if rest.any() else p
+    return rest if np.logical_or.reduce(rest) else p

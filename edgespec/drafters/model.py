@@ -72,7 +72,7 @@ class ModelDrafter(Drafter):
             confidences.append(_confidence(row, column, shaper.is_greedy))
             if dists is not None:
                 dists[end - start, : len(row)] = row
-            token = column if ids is None else int(ids[column])
+            token = column if ids is None else ids.item(column)
             text[end] = token
             pending = text[end : end + 1]
             end += 1
@@ -107,4 +107,5 @@ def _confidence(row: NDArray[np.float32], token: int, is_logits: bool) -> float:
     if not is_logits:
         return float(row.max())
     best, row[token] = row.item(token), -inf  # nobody reads the row again
-    return 1 / (1 + exp(min(float(row.max()) - best, 0.0)))
+    second = row.item(row.argmax())
+    return 1 / (1 + exp(min(second - best, 0.0)))
