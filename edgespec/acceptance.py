@@ -36,33 +36,36 @@ class DriftingRate:
 
     def value(self, prior: float, now: int) -> float:
         """The probability that a trial in round `now` succeeds, where `prior` is what is known from elsewhere."""
-        self._fade(now)
-        return sum(w * r for w, r in zip(self._weights, self._rates(prior), strict=True))
+        if now != self._now:
+            self._fade(now)
+        # Written out, as this runs several times for every drafted token.
+        trials, found = self._prior_weight, 0.0
+        successes = trials * prior
+        for w, s, n in zip(self._weights, self._successes, self._trials, strict=True):
+            found += w * (s + successes) / (n + trials)
+        return found
 
     def observe(self, success: bool, prior: float, now: int) -> None:
-        self._fade(now)
-        weights = []
-        for i, rate in enumerate(self._rates(prior)):
+        if now != self._now:
+            self._fade(now)
+        trials = self._prior_weight
+        successes, total, weights = trials * prior, 0.0, []
+        for w, s, n in zip(self._weights, self._successes, self._trials, strict=True):
+            rate = (s + successes) / (n + trials)
             # Away from 0 and 1: one surprise must not condemn a memory for ever.
-            rate = min(max(rate, 0.01), 0.99)
-            weights.append(self._weights[i] * (rate if success else 1 - rate))
-            self._successes[i] += success
-            self._trials[i] += 1
-        total = sum(weights)
-        self._weights = [(1 - _SHARE) * w / total + _SHARE / len(_HORIZONS) for w in weights]
-
-    def _rates(self, prior: float) -> list[float]:
-        weight = self._prior_weight
-        pairs = zip(self._successes, self._trials, strict=True)
-        return [(s + weight * prior) / (n + weight) for s, n in pairs]
+            rate = 0.01 if rate < 0.01 else 0.99 if rate > 0.99 else rate
+            weights.append(w * (rate if success else 1 - rate))
+            total += weights[-1]
+        scale = (1 - _SHARE) / total
+        self._weights = [scale * w + _SHARE / len(_HORIZONS) for w in weights]
+        self._trials = [n + 1 for n in self._trials]
+        if success:
+            self._successes = [s + 1 for s in self._successes]
 
     def _fade(self, now: int) -> None:
-        gap = now - self._now
-        if gap:
-            self._now = now
-            for i, keep in enumerate(_KEEP):
-                self._successes[i] *= keep**gap
-                self._trials[i] *= keep**gap
+        gap, self._now = now - self._now, now
+        self._successes = [s * keep**gap for s, keep in zip(self._successes, _KEEP, strict=True)]
+        self._trials = [n * keep**gap for n, keep in zip(self._trials, _KEEP, strict=True)]
 
 
 class AcceptanceModel:
@@ -102,6 +105,14 @@ class AcceptanceModel:
         level = _level(confidence)
         return self._cells[min(depth, _MAX_DEPTH)][level].value(self._at_level(level), self._now)
 
+    def at_each(self, confidences: Sequence[float]) -> list[float]:
+        """`at` of the tokens of a draft."""
+        # Long matches are of few kinds: most of their tokens share a cell.
+        cells = [(min(depth, _MAX_DEPTH), _level(confidence)) for depth, confidence in enumerate(confidences)]
+        levels = {level: self._at_level(level) for level in {level for _, level in cells}}
+        values = {cell: self._cells[cell[0]][cell[1]].value(levels[cell[1]], self._now) for cell in set(cells)}
+        return [values[cell] for cell in cells]
+
     def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
         """The first `num_accepted` drafted tokens were accepted, and the next, if there is one, was not.
 
@@ -111,7 +122,8 @@ class AcceptanceModel:
         self._now += 1
         for depth, confidence in enumerate(confidences[: num_accepted + 1]):
             success, level, line = depth < num_accepted, _level(confidence), min(depth, _MAX_DEPTH)
-            overall, at_level = self.overall, self._at_level(level)
+            overall = self.overall
+            at_level = self._levels[level].value(overall, self._now)
             self._cells[line][level].observe(success, at_level, self._now)
             self._levels[level].observe(success, overall, self._now)
             self._depths[line].observe(success, overall, self._now)

@@ -205,7 +205,7 @@ class AdaptivePolicy:
         if offer.confidences is None:
             chances = self._chances[offer.name] = model.at_depths(limit)
         else:
-            chances = [model.at(i, c) for i, c in enumerate(offer.confidences[:limit])]
+            chances = model.at_each(offer.confidences[:limit])
         if not chances:
             return None
         depths = np.arange(1, len(chances) + 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from edgespec.acceptance import AcceptanceModel
 from edgespec.costs import CostCurve, CostTable
 from edgespec.policy import PLAIN, AdaptivePolicy, Choice, FixedPolicy, Offer, Outcome
 
@@ -176,6 +177,19 @@ def test_a_fixed_policy_is_fixed() -> None:
     assert policy.choose([Offer("b", None)], 10, 3) == Choice("b", 3)
     assert policy.goes_on("b", [0.0] * 3, 10)
     assert FixedPolicy(0).choose([Offer("b", None)], 10, 100) == PLAIN
+
+
+def test_the_chances_of_a_draft_are_those_of_its_tokens() -> None:
+    """Taken together or one by one; after 200 drafts that were accepted as their confidences say."""
+    model, rng = AcceptanceModel(0.5), np.random.default_rng(0)
+    for _ in range(200):
+        confidences = rng.random(rng.integers(1, 16)).tolist()
+        refused = [i for i, c in enumerate(confidences) if rng.random() > c]
+        model.observe(confidences, refused[0] if refused else len(confidences))
+    confidences = [0.1, 0.9, 0.1, 0.999, 0.999, 0.999, 0.1, 0.1]
+    assert model.at_each(confidences) == [model.at(i, c) for i, c in enumerate(confidences)]
+    assert model.at(0, 0.1) < 0.3 < 0.7 < model.at(1, 0.9)
+    assert model.at_each([]) == []
 
 
 def test_costs_follow_what_is_seen() -> None:
