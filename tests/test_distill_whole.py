@@ -88,7 +88,17 @@ def test_it_says_how_it_goes(made: tuple[Path, Path, str, str]) -> None:
 def test_the_card_tells_what_was_done(made: tuple[Path, Path, str, str]) -> None:
     """Data, steps, cost, acceptance, baselines and the packages whose documentation was read."""
     card = (made[1] / "README.md").read_text(encoding="utf-8")
-    for part in ("# A draft for tiny", "written", "drafted", "steps", "Predicted cost", "| greedy |", "bigram", "(MIT"):
+    parts = (
+        "# A draft for tiny",
+        "written",
+        "hidden states",
+        "steps",
+        "Predicted cost",
+        "| greedy |",
+        "bigram",
+        "(MIT",
+    )
+    for part in parts:
         assert part in card, part
 
 
@@ -117,7 +127,8 @@ def test_the_export_joins_it(bundle: Path, made: tuple[Path, Path, str, str]) ->
     opened = read_bundle(bundle)
     draft = opened.manifest.draft
     assert draft is not None
-    assert draft.num_layers == 1
+    assert draft.cache == "none"
+    assert opened.manifest.target.hidden_layers == (1,)
     assert draft.vocab_size == opened.manifest.target.vocab_size
     head = model_head(opened, draft)
     assert head is not None

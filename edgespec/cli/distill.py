@@ -26,11 +26,11 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 @click.command("distill", context_settings=HELP)
 @click.argument("target", type=NamedSource())
 @click.option("-o", "--output", "out", required=True, metavar="DIR", type=NamedPath(), help="Draft.")
-@option("--layers", text="Of the draft.", default=_DEFAULT.layers, type=int)
-@click.option("--width", type=int, help="Neurons of each layer's MLP.  [default: the target's]")
+@option("--layers", text="Blocks of the draft.", default=_DEFAULT.layers, type=int)
+@click.option("--width", type=int, help="Neurons of each block.  [default: as the target's layers]")
 @option("--head-size", text="Tokens that can be drafted.", default=_DEFAULT.head_size, type=int)
 @option("--tokens", text="That the target writes or reads.", default=_DEFAULT.tokens, type=int)
-@click.option("--train-tokens", type=int, help="Most that are trained on.  [default: five times --tokens]")
+@click.option("--train-tokens", type=int, help="Places to train on, at most.  [default: five times --tokens]")
 @click.option(
     "--prompts",
     type=NamedPath(exists=True, dir_okay=False),
@@ -44,8 +44,8 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
     """Make a draft for a model out of what the model itself writes.
 
     TARGET is what `edgespec export` takes, built like a llama. It writes conversations and reads documentation of
-    installed packages; a few of its layers are trained to agree with it. A run that was ended goes on where it was
-    when it is started again. `edgespec export TARGET --draft DIR` then makes a bundle of both.
+    installed packages; a small draft that reads its hidden states is trained to agree with it. A run that was ended
+    goes on where it was when it is started again. `edgespec export TARGET --draft DIR` then makes a bundle of both.
     """
     # Where cores are shared, threads that spin while waiting make torch ten times slower. Read when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -61,7 +61,8 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
 
 def summary(report: DistillReport) -> Iterator[str]:
     """What was made and what was measured, a line each."""
-    yield f"layers {', '.join(map(str, report.layers))}, {report.trained_tokens:,} tokens trained on"
+    layers = ", ".join(map(str, report.layers)) or "none"
+    yield f"reads layers {layers} and the head's input, {report.trained_tokens:,} places trained on"
     yield report.acceptance.line()
     yield ", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in report.baselines.items())
     yield f"{report.path}: {report.size / 1e6:.1f} MB in {report.seconds:.0f} s"

@@ -33,11 +33,12 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     yield f"`edgespec export {source.name} --draft {report.path.name} -o DIR` joins it with its target, from which the"
     yield "embedding, the tokenizer and the chat template are taken."
     yield ""
-    yield f"- Layers: started from {', '.join(map(str, report.layers))} of the target; head over {settings.head_size} "
-    yield "  tokens, all others have probability 0."
+    read = f"the input of the attention of layers {', '.join(map(str, report.layers))}, and " if report.layers else ""
+    yield f"- Reads the target's hidden states: {read}what its head reads. It has no cache and reads no text."
+    yield f"- {settings.layers} blocks; head over {settings.head_size} tokens, all others have probability 0."
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())
     yield f"- Data: no data set. Tokens with the target's distributions: {sorts}."
-    yield f"- Training: {report.steps:,} steps, {report.trained_tokens:,} tokens, seed {settings.seed}."
+    yield f"- Training: {report.steps:,} steps, {report.trained_tokens:,} places, seed {settings.seed}."
     yield f"- Predicted cost of a step over a target step, 8 bits: {report.cost_ratio:.3f}."
     yield ""
     yield from _acceptance(report)
@@ -75,9 +76,9 @@ def _best(alpha: float, cost_ratio: float) -> tuple[int, float]:
 def _curve(curve: list[Mapping[str, Any]] | list[dict[str, Any]]) -> Iterator[str]:
     if not curve:
         return
-    yield "## Acceptance against training tokens"
+    yield "## Acceptance against places trained on"
     yield ""
-    yield "| tokens | loss | greedy | temperature 1 |"
+    yield "| places | loss | greedy | temperature 1 |"
     yield "|---|---|---|---|"
     step = max(1, len(curve) // _SHOWN_POINTS)
     shown = curve[::-1][::step][::-1]  # the last one is among them

@@ -9,20 +9,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgespec.distill.student import DraftShape
+
 _CALL = 1.5e6  # bytes: a call from Python, its inputs and outputs, the choice of a token
-_LAYER = 0.5e6  # bytes: the operators of a layer
+_LAYER = 0.5e6  # bytes: the operators of a layer of the target
+_BLOCK = 0.2e6  # bytes: those of a block of the draft, which has no attention
 
 
-def step_bytes(config: Any, layers: int, width: int, head_size: int) -> float:
-    """Bytes that a step in 8 bits is worth."""
+def draft_bytes(shape: DraftShape) -> float:
+    """Bytes that a step of the draft in 8 bits is worth."""
+    hidden = shape.hidden_size
+    block = _BLOCK + 3 * hidden * shape.intermediate_size
+    return _CALL + hidden * (shape.num_features + 2 * hidden + shape.head_size) + shape.num_blocks * block
+
+
+def target_bytes(config: Any) -> float:
+    """Bytes that a step of the target in 8 bits is worth."""
     hidden = config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     attention = 2 * hidden * head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    total: float = _CALL + layers * (_LAYER + attention + 3 * hidden * width) + head_size * hidden
-    return total
+    layer = _LAYER + attention + 3 * hidden * config.intermediate_size
+    return float(_CALL + config.num_hidden_layers * layer + config.vocab_size * hidden)
 
 
-def predict_cost_ratio(config: Any, layers: int, width: int, head_size: int) -> float:
+def predict_cost_ratio(config: Any, shape: DraftShape) -> float:
     """c: seconds of a draft step over those of a one-row target step, both in 8 bits."""
-    target = step_bytes(config, config.num_hidden_layers, config.intermediate_size, config.vocab_size)
-    return step_bytes(config, layers, width, head_size) / target
+    return draft_bytes(shape) / target_bytes(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from edgespec.distill.corpus import read_corpus
 from edgespec.distill.options import Settings
+from edgespec.distill.places import Places
 from edgespec.distill.store import Store, Texts
 from edgespec.distill.teacher import Teacher
 from edgespec.distill.turns import take_apart
@@ -30,6 +31,7 @@ class Data:
     Attributes:
         train: texts by sort.
         check: texts for validation, by sort.
+        store: where they and the hidden states lie.
         given: tokens that the template puts around texts.
         packages: whose documentation was read.
     """
@@ -38,6 +40,7 @@ class Data:
     check: dict[str, Texts]
     given: frozenset[int]
     packages: list[str]
+    store: Store
 
     @property
     def num_tokens(self) -> dict[str, int]:
@@ -83,14 +86,41 @@ def make_data(
         check={sort: store.load(sort, [0]) for sort in sorts},
         given=frozenset([*turns.before, *turns.to_answer, *turns.to_user, *source.eos_token_ids]),
         packages=packages if "read" in sorts else [],
+        store=store,
     )
+
+
+def make_hidden(teacher: Teacher, data: Data, layers: Sequence[int], tell: Callable[[str, int, int], None]) -> None:
+    """Make the hidden states that are missing of all texts."""
+    for sort, texts in data.train.items():
+        files = 1 + len(texts.tokens) // len(data.check[sort].tokens)
+        data.store.fill_hidden(
+            sort,
+            files,
+            layers,
+            lambda tokens: teacher.hidden(tokens, layers),
+            lambda done, most, sort=sort: tell(sort, done, most),  # type: ignore[misc]
+        )
+
+
+def places(data: Data, layers: Sequence[int], depth: int) -> tuple[Places, Places]:
+    """Where to train and where to validate, with hidden states that are there."""
+    check = [data.store.hidden(sort, 0, layers) for sort in data.check]
+    parts: list[Texts] = []
+    hidden = []
+    for sort, texts in data.train.items():
+        rows = len(data.check[sort].tokens)  # of each file
+        for index, start in enumerate(range(0, len(texts.tokens), rows), start=1):
+            parts.append(texts.rows(slice(start, start + rows)))
+            hidden.append(data.store.hidden(sort, index, layers))
+    return Places(parts, hidden, depth), Places(list(data.check.values()), check, depth)
 
 
 def rank_head(data: Data, vocab_size: int, head_size: int) -> NDArray[np.int64]:
     """The tokens with the most expected occurrences, and those of the template: ascending ids."""
     mass = np.zeros(vocab_size)
     for sort, texts in data.train.items():
-        probs = np.exp(texts.logps[:, :-1].astype(np.float32)) * texts.weights[..., None]
+        probs = np.exp(texts.logps[:, :-1].astype(np.float32)) * texts.is_chosen[..., None]
         found = np.bincount(texts.ids[:, :-1].ravel().astype(np.int64), probs.ravel(), vocab_size)
         mass += found / found.sum() * (_WRITTEN_SHARE if sort == "written" else 1 - _WRITTEN_SHARE)
     mass[[token for token in data.given if token < vocab_size]] += 1

@@ -13,51 +13,51 @@ class Settings:
     """How a draft is made.
 
     Attributes:
-        layers: of the draft; which of the target's they start from is found by a short search.
-        width: neurons of each layer's MLP, the most important ones of the target's; None keeps them all.
+        layers: blocks of the draft.
+        width: neurons of each block; None has as many as a layer of the target.
         head_size: tokens that can be drafted; the others have probability 0.
-        tokens: that the target writes or reads, with its distributions kept.
-        train_tokens: most tokens that the draft is trained on, repetitions counted; None is five times `tokens`.
+        tokens: that the target writes or reads, with its distributions and hidden states kept.
+        train_tokens: most places that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
         seed: of everything random.
         written: share of the tokens that the target writes; the rest is text that it reads.
         kept: most probable tokens of each distribution that are kept, the mass of the rest beside them.
         write_rows, write_length: conversations that are written at once, and their tokens.
         read_rows, read_length: the same of texts that are read.
-        drafted: tokens of text with drafted bursts that the target reads in mid-training, over `tokens`.
-        batch_tokens: of a training step.
+        depth: tokens that the draft is trained to draft one after the other.
+        batch_tokens: places of a training step; each further depth is trained on half of them.
         learning_rate: after the warm-up.
         total_variation: weight of the lost acceptance in the loss, beside the Kullback-Leibler divergence.
-        search_steps: of each candidate for the layers to start from.
+        search_steps: of each candidate for the layers to read.
         validate_every: steps between validations.
         patience: validations without a gain after which training winds down.
         checkpoint_every: steps between checkpoints.
     """
 
-    layers: int = 4
+    layers: int = 2
     width: int | None = None
-    head_size: int = 8192
-    tokens: int = 2_000_000
+    head_size: int = 12_288
+    tokens: int = 750_000
     train_tokens: int | None = None
     prompts: Path | None = None
     seed: int = 0
-    written: float = 0.5
+    written: float = 0.85
     kept: int = 32
     write_rows: int = 64
     write_length: int = 256
     read_rows: int = 64
     read_length: int = 512
-    drafted: float = 0.25
-    batch_tokens: int = 2048
-    learning_rate: float = 6e-4
-    total_variation: float = 0.5
-    search_steps: int = 20
-    validate_every: int = 100
+    depth: int = 4
+    batch_tokens: int = 1024
+    learning_rate: float = 1e-3
+    total_variation: float = 0.9
+    search_steps: int = 60
+    validate_every: int = 200
     patience: int = 8
     checkpoint_every: int = 50
 
     def __post_init__(self) -> None:
-        least = {"layers": 1, "head_size": 16, "tokens": 1000, "kept": 2, "batch_tokens": 1}
+        least = {"layers": 1, "head_size": 16, "tokens": 1000, "kept": 2, "depth": 1, "batch_tokens": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
@@ -68,5 +68,5 @@ class Settings:
 
     @property
     def budget(self) -> int:
-        """Most tokens that are trained on."""
+        """Most places that are trained on."""
         return 5 * self.tokens if self.train_tokens is None else self.train_tokens

@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from edgespec.distill.bursts import write_bursts
 from edgespec.distill.card import write_card
 from edgespec.distill.cost import predict_cost_ratio
-from edgespec.distill.data import Data, make_data, rank_head
+from edgespec.distill.data import Data, make_data, make_hidden, places, rank_head
 from edgespec.distill.loss import HeadMap
 from edgespec.distill.options import Settings
+from edgespec.distill.places import Places
 from edgespec.distill.search import Layers, candidates, search
 from edgespec.distill.store import Store, Texts
-from edgespec.distill.student import EMBEDDING, check_shape, make_student
+from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, make_student
 from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
 from edgespec.distill.train import State, Trainer
 from edgespec.distill.validate import Acceptance, baselines
@@ -33,9 +33,6 @@ from edgespec.export.distilled import FORMAT_VERSION, MARK, vocabulary_digest, w
 from edgespec.export.progress import Progress, SilentProgress
 from edgespec.export.source import Source, fetch_source
 
-_DRAFTED_AT = 0.35  # of the training: from then on some texts have drafted bursts
-_SEARCH_ROWS = 16  # validation texts of a search
-
 
 @dataclass(frozen=True, slots=True)
 class DistillReport:
@@ -43,12 +40,12 @@ class DistillReport:
 
     Attributes:
         path: of the draft's folder.
-        layers: of the target, that the draft started from.
+        layers: of the target, that the draft reads beside what the head reads.
         cost_ratio: predicted c.
         acceptance: at the end, on validation texts.
         baselines: greedy acceptance of a bigram table and of prompt lookup on the same texts.
         tokens: by sort, to train on.
-        trained_tokens, steps: of the training.
+        trained_tokens, steps: of the training; tokens are places, repetitions counted.
         curve: of the validations.
         size: of the folder, bytes.
         seconds: this call took.
@@ -125,11 +122,11 @@ def distill(
 def _run(job: _Job, out: Path) -> DistillReport:
     progress = job.progress
     model = load_target(job.source, job.machine)
-    width = check_shape(model.config, job.settings.layers, job.settings.width)
     vocab_size = _vocab_size(job.source, model)
     head_size = min(job.settings.head_size, vocab_size)
     job.settings = _fit(job.settings, model.config, head_size)
-    job.cost_ratio = predict_cost_ratio(model.config, job.settings.layers, width, head_size)
+    choices = candidates(model.config.num_hidden_layers)
+    job.cost_ratio = predict_cost_ratio(model.config, _shape(job, model, choices[0]))
     progress.note(f"a draft step is predicted to cost {job.cost_ratio:.3f} of a target step (8 bits, one row)")
     teacher = Teacher(model, job.settings, vocab_size, job.machine)
     data = _make_data(job, teacher)
@@ -138,15 +135,15 @@ def _run(job: _Job, out: Path) -> DistillReport:
     found = baselines(data.train["written"], data.check["written"])
     progress.note(", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in found.items()))
     folder = _training_folder(job)
-    layers = _search(job, model, width, heads, data, folder)
+    layers = _search(job, teacher, choices, heads, data, folder)
+    progress.step("the target's hidden states are read")
+    make_hidden(teacher, data, layers, lambda sort, done, wanted: progress.advance(done / wanted))
+    train, check = places(data, layers, job.settings.depth)
     torch.manual_seed(job.settings.seed)
-    student = make_student(model, layers, width, heads.head_ids)
-    budget = job.settings.budget
-    trainer = _trainer(job, student, heads, data, folder / "checkpoint.safetensors", budget)
-    _train(job, trainer, int(_DRAFTED_AT * budget), "training")
-    if not trainer.is_over or trainer.state.tokens > _DRAFTED_AT * budget:
-        trainer.train["drafted"] = _drafted(job, teacher, trainer, data, folder)
-        _train(job, trainer, budget, "training, with drafted bursts")
+    student = make_student(model, _shape(job, model, layers), heads.head_ids)
+    file = folder / "checkpoint.safetensors"
+    trainer = Trainer(student, heads, train, check, job.settings, job.machine, file, job.settings.budget)
+    _train(job, trainer)
     progress.step("measuring acceptance")
     report = DistillReport(
         out,
@@ -154,7 +151,7 @@ def _run(job: _Job, out: Path) -> DistillReport:
         job.cost_ratio,
         trainer.finish(),
         found,
-        {sort: texts.tokens.size for sort, texts in trainer.train.items()},
+        data.num_tokens,
         trainer.state.tokens,
         trainer.state.step,
         trainer.state.curve,
@@ -162,6 +159,11 @@ def _run(job: _Job, out: Path) -> DistillReport:
         0.0,
     )
     return _write(job, report, student, heads.head_ids)
+
+
+def _shape(job: _Job, model: Any, layers: Layers) -> DraftShape:
+    settings = job.settings
+    return draft_shape(model.config, layers, settings.layers, settings.width, settings.head_size)
 
 
 def _fit(settings: Settings, config: Any, head_size: int) -> Settings:
@@ -200,27 +202,32 @@ def _make_data(job: _Job, teacher: Teacher) -> Data:
     return data
 
 
-def _search(job: _Job, model: Any, width: int, heads: HeadMap, data: Data, folder: Path) -> Layers:
-    """The layers to start from; found once and kept."""
+def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, data: Data, folder: Path) -> Layers:
+    """The layers to read, found on one file of texts; kept."""
     file = folder / "layers.json"
     if file.is_file():
         return tuple(json.loads(file.read_text(encoding="utf-8"))["layers"])
     settings = job.settings
-    choices = candidates(model.config.num_hidden_layers, settings.layers)
-    job.progress.step("looking for the layers to start from")
-    check = {sort: texts.rows(slice(0, _SEARCH_ROWS)) for sort, texts in data.check.items()}
-    steps = settings.search_steps * settings.batch_tokens
+    job.progress.step("looking for the layers to read")
+    rows = max(2, len(data.check["written"].tokens) // 2)
+    train, check = (texts.rows(slice(0, rows)) for texts in (data.train["written"], data.check["written"]))
     done = 0
 
     def score(layers: Layers) -> float:
         nonlocal done
-        trainer = _trainer(job, make_student(model, layers, width, heads.head_ids), heads, data, None, 10 * steps)
-        trainer.check = list(check.values())
-        trainer.run(steps, lambda state, loss: None)
+        parts = [
+            Places([texts], [teacher.hidden(texts.tokens.astype(np.int64), layers)], settings.depth)
+            for texts in (train, check)
+        ]
+        torch.manual_seed(settings.seed)
+        student = make_student(teacher.model, _shape(job, teacher.model, layers), heads.head_ids)
+        budget = 2 * settings.search_steps * settings.batch_tokens
+        trainer = Trainer(student, heads, parts[0], parts[1], settings, job.machine, None, budget)
+        trainer.run(lambda state, loss: None, settings.search_steps)
         done += 1
         job.progress.advance(done / len(choices))
         found = trainer.validate().score
-        job.progress.note(f"layers {', '.join(map(str, layers))}: acceptance {found:.3f} after {steps:,} tokens")
+        job.progress.note(f"layers {', '.join(map(str, layers))}: acceptance {found:.3f} after a few steps")
         return found
 
     best, scores = search(choices, score)
@@ -229,13 +236,8 @@ def _search(job: _Job, model: Any, width: int, heads: HeadMap, data: Data, folde
     return best
 
 
-def _trainer(job: _Job, student: Any, heads: HeadMap, data: Data, file: Path | None, budget: int) -> Trainer:
-    check = list(data.check.values())
-    return Trainer(student, heads, data.train, check, job.settings, job.machine, file, budget)
-
-
-def _train(job: _Job, trainer: Trainer, until: int, name: str) -> None:
-    job.progress.step(name)
+def _train(job: _Job, trainer: Trainer) -> None:
+    job.progress.step("training")
     shown = len(trainer.state.curve)
 
     def tell(state: State, loss: float) -> None:
@@ -246,45 +248,19 @@ def _train(job: _Job, trainer: Trainer, until: int, name: str) -> None:
             job.progress.note(f"{point['tokens']:,} tokens, loss {point['loss']:.3f}; {found.line()}")
         shown = len(state.curve)
 
-    trainer.run(until, tell)
+    trainer.run(tell)
 
 
-def _drafted(job: _Job, teacher: Teacher, trainer: Trainer, data: Data, folder: Path) -> Texts:
-    """Texts with drafted bursts, made once by the draft of mid-training and read by the target."""
-    settings = job.settings
-    store = Store(folder / "drafted")
-    origin = data.train["written"]
-    count = max(1, round(settings.drafted * settings.tokens / (settings.write_rows * settings.write_length)))
-    job.progress.step("the target reads drafted bursts")
-
-    def make(index: int) -> Texts:
-        rng = np.random.default_rng([settings.seed, 1, index])
-        rows = origin.rows(np.sort(rng.choice(len(origin.tokens), min(settings.write_rows, len(origin.tokens)), False)))
-        tokens, kinds = write_bursts(
-            trainer.model,
-            trainer.heads.head_ids,
-            rows.tokens.astype(np.int64),
-            rows.kinds,
-            job.machine.autocast(),
-            rng,
-        )
-        return teacher.read(tokens, kinds)
-
-    store.fill("drafted", count, make, lambda done, wanted: job.progress.advance(done / wanted))
-    return store.load("drafted", range(count))
-
-
-def _write(job: _Job, report: DistillReport, student: Any, head_ids: NDArray[np.int64]) -> DistillReport:
+def _write(job: _Job, report: DistillReport, student: HiddenDraft, head_ids: NDArray[np.int64]) -> DistillReport:
     """The draft's folder, all or nothing."""
     job.progress.step("writing the draft")
     part = report.path.with_name(f"{report.path.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    weights = {name: w.detach().cpu().float().numpy() for name, w in student.state_dict().items() if name != EMBEDDING}
-    config = student.config.to_dict()
+    weights = {name: w.detach().cpu().float().numpy() for name, w in student.state_dict().items()}
     about = {"format_version": FORMAT_VERSION, "base": job.source.origin, "licence": job.source.licence}
-    about |= {"vocabulary": vocabulary_digest(job.source.tokenizer), "layers": list(report.layers)}
-    write_distilled(part, config | {MARK: about}, weights, head_ids)
+    about |= {"vocabulary": vocabulary_digest(job.source.tokenizer)} | asdict(student.shape)
+    write_distilled(part, about, weights, head_ids)
     write_card(part, report, job.source, job.settings, job.packages)
     if report.path.is_dir():
         shutil.rmtree(report.path)
@@ -336,7 +312,7 @@ def _check_same(file: Path, key: dict[str, Any], what: str) -> None:
 
 def _coverage(heads: HeadMap, texts: Texts) -> float:
     """Share of written tokens that the head has."""
-    return float((heads.columns[texts.tokens[:, 1:]] >= 0)[texts.weights > 0].mean())
+    return float((heads.columns[texts.tokens[:, 1:]] >= 0)[texts.is_chosen].mean())
 
 
 def _training_folder(job: _Job) -> Path:

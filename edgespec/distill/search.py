@@ -1,23 +1,18 @@
-"""Which of the target's layers a draft starts from: a few candidates, each trained for some steps."""
+"""Which of the target's layers a draft reads beside the head's input: a few choices, each trained for some steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 Layers = tuple[int, ...]
 
 
-def candidates(count: int, wanted: int) -> list[Layers]:
-    """Ways to choose `wanted` of `count` layers: spread evenly, and the first ones with more or fewer of the last."""
-    even = tuple(int(i) for i in np.linspace(0, count - 1, wanted).round())
-    found = [even] if wanted > 1 else [(0,), (count - 1,)]
-    for first in range(wanted, 0, -1):
-        last = wanted - first
-        found.append((*range(first), *range(count - last, count)))
-    ascending = [layers for layers in found if len(set(layers)) == wanted and list(layers) == sorted(layers)]
-    return list(dict.fromkeys(ascending))[:4]
+def candidates(count: int) -> list[Layers]:
+    """Two layers of `count`, a lower and a higher one, in some ways; one where there are too few."""
+    shares = ((1 / 3, 2 / 3), (1 / 2, 5 / 6), (1 / 6, 1 / 2), (2 / 3, 1))
+    found = [(round(low * count), min(round(high * count), count - 1)) for low, high in shares]
+    distinct: list[Layers] = [pair for pair in dict.fromkeys(found) if 0 < pair[0] < pair[1]]
+    return distinct or [(count // 2,)]
 
 
 def search(choices: Sequence[Layers], score: Callable[[Layers], float]) -> tuple[Layers, dict[Layers, float]]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from edgespec.errors import ConfigError
 from edgespec.state import write_atomically
 
-# What a token is: put there by the template, written in a turn, read, or drafted by the draft in training.
-TEMPLATE, USER, ANSWER, READ, DRAFTED = range(5)
+# What a token is: put there by the template, written in a turn, or read.
+TEMPLATE, USER, ANSWER, READ = range(4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Texts:
 
     Attributes:
         tokens: int32, shape (n, length).
-        kinds: uint8, shape (n, length): of each token, one of the five above.
+        kinds: uint8, shape (n, length): of each token, one of the four above.
         temperatures: float32, shape (n,): that an answer was written at; 1 for what was read.
         ids: shape (n, length, kept): the most probable tokens after each, best first.
         logps: float16, the same shape: their log probabilities at temperature 1.
@@ -42,10 +42,9 @@ class Texts:
         return Texts(*(getattr(self, name)[index] for name in _NAMES))
 
     @property
-    def weights(self) -> NDArray[np.float32]:
-        """1 where what follows was chosen and not put there by a template: shape (n, length - 1)."""
-        weights: NDArray[np.float32] = (self.kinds[:, 1:] != TEMPLATE).astype(np.float32)
-        return weights
+    def is_chosen(self) -> NDArray[np.bool_]:
+        """Where what follows was chosen and not put there by a template: shape (n, length - 1)."""
+        return self.kinds[:, 1:] != TEMPLATE  # type: ignore[no-any-return]
 
 
 _NAMES = tuple(Texts.__dataclass_fields__)
@@ -57,7 +56,10 @@ def id_type(vocab_size: int) -> type[np.generic]:
 
 
 class Store:
-    """A folder of numbered files of each sort (`written`, `read`, `drafted`). File 0 of a sort is for validation."""
+    """A folder of numbered files of each sort (`written`, `read`). File 0 of a sort is for validation.
+
+    The target's hidden states of a file's texts lie beside it, each choice of layers in a folder of its own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,6 +85,34 @@ class Store:
         found = [self._load(self._path(sort, index)) for index in numbers]
         return Texts(*(np.concatenate([getattr(texts, name) for texts in found]) for name in _NAMES))
 
+    def fill_hidden(
+        self,
+        sort: str,
+        wanted: int,
+        layers: Sequence[int],
+        make: Callable[[NDArray[np.int64]], NDArray[np.float16]],
+        tell: Callable[[int, int], None],
+    ) -> None:
+        """Make the hidden states that are missing of the first files of a sort."""
+        for index in range(wanted):
+            path = self._hidden_path(sort, index, layers)
+            if not path.is_file():
+                tell(index, wanted)
+                path.parent.mkdir(exist_ok=True)
+                made = make(self.load(sort, [index]).tokens.astype(np.int64))
+                write_atomically(path, lambda stream, made=made: np.save(stream, made, allow_pickle=False))  # type: ignore[misc]
+
+    def hidden(self, sort: str, index: int, layers: Sequence[int]) -> NDArray[np.float16]:
+        """Hidden states of a file's texts, shape (n, length, features), left on the disk until they are used."""
+        path = self._hidden_path(sort, index, layers)
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+
+    def _hidden_path(self, sort: str, index: int, layers: Sequence[int]) -> Path:
+        return self.folder / f"hidden-{'-'.join(map(str, layers))}" / f"{sort}-{index:05d}.npy"
+
     def _path(self, sort: str, index: int) -> Path:
         return self.folder / f"{sort}-{index:05d}.npz"
 
@@ -91,4 +121,8 @@ class Store:
             with np.load(path, allow_pickle=False) as archive:
                 return Texts(*(archive[name] for name in _NAMES))
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{path} is damaged ({error}): delete it, it will be made again") from error
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} is damaged ({error}): delete it, it will be made again")

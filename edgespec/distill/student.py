@@ -1,98 +1,144 @@
-"""The draft in torch: a few of the target's layers, its embedding, and a head over some of its tokens.
+"""The draft in torch: from the target's hidden states and the last token to the next token, and on from its own state.
 
-Owns how a draft is cut out of a target; the training changes everything but the embedding.
+Owns the shape of a draft and where its weights start. It has no attention and no cache: what it knows of the text is in
+the hidden states of the target, which the target computes anyway (Ankner et al. 2024, "Hydra"; Li et al. 2024,
+"EAGLE").
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
 
 from edgespec.errors import ConfigError
-from edgespec.export.skeleton import set_head_size
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-EMBEDDING = "model.embed_tokens.weight"
+_NOISE = 0.01  # of weights that would otherwise start at 0, so that they learn different things
 
 
-def check_shape(config: Any, layers: int, width: int | None) -> int:
-    """The width of a draft's MLPs.
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """Sizes of a draft.
+
+    Attributes:
+        hidden_layers: of the target, whose attention's input is read beside what its head reads.
+        hidden_size: of the target and of the state.
+        intermediate_size: neurons of each block.
+        num_blocks: of them.
+        head_size: tokens that can be drafted.
+        vocab_size: rows of the embedding.
+        rms_norm_eps: of the norms.
+    """
+
+    hidden_layers: tuple[int, ...]
+    hidden_size: int
+    intermediate_size: int
+    num_blocks: int
+    head_size: int
+    vocab_size: int
+    rms_norm_eps: float
+
+    @property
+    def num_features(self) -> int:
+        """Width of what is read of the target."""
+        return (len(self.hidden_layers) + 1) * self.hidden_size
+
+
+def draft_shape(
+    config: Any, hidden_layers: tuple[int, ...], blocks: int, width: int | None, head_size: int
+) -> DraftShape:
+    """The shape of a draft for a target.
 
     Raises:
-        ConfigError: the target has not so much to take from.
+        ConfigError: the target has no layers to read, or a size is out of range.
     """
-    if layers > config.num_hidden_layers:
-        raise ConfigError(f"layers is {layers}, but the target has only {config.num_hidden_layers}: ask for fewer")
     own = int(config.intermediate_size)
-    if width is not None and width > own:
-        raise ConfigError(f"width is {width}, but the target's layers have only {own} neurons: ask for fewer")
-    return own if width is None else width
+    if width is not None and width > 8 * own:
+        raise ConfigError(f"width is {width}, but the target's layers have {own} neurons: ask for fewer")
+    return DraftShape(
+        hidden_layers,
+        int(config.hidden_size),
+        own if width is None else width,
+        blocks,
+        head_size,
+        int(config.vocab_size),
+        float(getattr(config, "rms_norm_eps", 1e-5)),
+    )
 
 
-def draft_config(config: Any, chosen: Sequence[int], width: int, head_size: int) -> Any:
-    """The configuration of a draft that starts from the `chosen` layers."""
-    made = copy.deepcopy(config)
-    count = config.num_hidden_layers
-    for name, value in list(vars(made).items()):
-        if isinstance(value, list) and len(value) == count:
-            setattr(made, name, [value[i] for i in chosen])
-    made.num_hidden_layers = len(chosen)
-    made.intermediate_size = width
-    made.tie_word_embeddings = False
-    made.head_size = head_size
-    return made
+class Block(nn.Module):  # type: ignore[misc]
+    """A gated MLP beside its input. It starts as nothing."""
+
+    def __init__(self, shape: DraftShape) -> None:
+        super().__init__()
+        hidden, width = shape.hidden_size, shape.intermediate_size
+        self.norm = nn.RMSNorm(hidden, shape.rms_norm_eps)
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+        nn.init.zeros_(self.down_proj.weight)
+
+    def forward(self, state: Any) -> Any:
+        inner = self.norm(state)
+        return state + self.down_proj(functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
 
 
-def make_student(target: Any, chosen: Sequence[int], width: int, head_ids: NDArray[np.int64]) -> Any:
-    """A draft with the target's weights in float32; its embedding is the target's and is not trained.
+class HiddenDraft(nn.Module):  # type: ignore[misc]
+    """One step of the draft.
 
     Args:
-        target: in torch.
-        chosen: numbers of its layers, ascending.
-        width: neurons of each MLP that are kept: those that move the most.
-        head_ids: tokens of the head.
+        shape: its sizes.
+        embedding: the target's, shape (vocab_size, hidden_size); it is not trained and no part of the draft.
+        head: rows of the target's head that its own starts from, shape (head_size, hidden_size).
+        scale: of the target's last norm, shape (hidden_size,).
     """
-    from transformers import AutoModelForCausalLM
 
-    config = draft_config(target.config, chosen, width, len(head_ids))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    set_head_size(model, len(head_ids))
-    theirs = target.state_dict()
-    model.load_state_dict({name: _inherit(name, theirs, chosen, width, head_ids) for name in model.state_dict()})
-    model = model.to(target.device)
-    model.model.embed_tokens.weight.requires_grad_(False)
-    model.config.use_cache = False
-    return model.train()
+    def __init__(self, shape: DraftShape, embedding: Any, head: Any, scale: Any) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.register_buffer("embedding", embedding.float(), persistent=False)
+        self.fc = nn.Linear(shape.num_features, hidden, bias=False)
+        self.norm_state, self.norm_token = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
+        self.mix = nn.Linear(2 * hidden, hidden, bias=False)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.head = nn.Linear(hidden, shape.head_size, bias=False)
+        same = torch.eye(hidden)
+        with torch.no_grad():  # at first: what the target's head reads, plus the token, to the target's own head
+            self.fc.weight.copy_(_start(shape.num_features, hidden, same))
+            self.mix.weight.copy_(_start(2 * hidden, hidden, torch.cat([same, same], 1)))
+            self.norm.weight.copy_(scale)
+            self.head.weight.copy_(head)
 
+    def read(self, hidden: Any) -> Any:
+        """The state that the target's hidden states are worth: shape (n, num_features) -> (n, hidden_size)."""
+        return self.fc(hidden)
 
-def trained_names(model: Any) -> list[str]:
-    """Names of the weights that training changes."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _inherit(
-    name: str, theirs: dict[str, Any], chosen: Sequence[int], width: int, head_ids: NDArray[np.int64]
-) -> torch.Tensor:
-    if name == "lm_head.weight":
-        return theirs[name][torch.from_numpy(head_ids).to(theirs[name].device)].float()
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return theirs[name].float()
-    prefix = f"model.layers.{chosen[int(found[1])]}."
-    weight = theirs[prefix + found[2]].float()
-    if "mlp." not in found[2]:
-        return weight
-    neurons = _important(theirs[f"{prefix}mlp.up_proj.weight"], theirs[f"{prefix}mlp.down_proj.weight"], width)
-    return weight[:, neurons] if "down_proj.weight" in name else weight[neurons] if "down" not in name else weight
+    def forward(self, state: Any, tokens: Any) -> tuple[Any, Any]:
+        """The next state, and the logits of what follows `tokens`: shapes (n, hidden_size) and (n, head_size)."""
+        token = functional.embedding(tokens, self.embedding)
+        state = self.mix(torch.cat([self.norm_state(state), self.norm_token(token)], -1))
+        for block in self.blocks:
+            state = block(state)
+        return state, self.head(self.norm(state))
 
 
-def _important(up: Any, down: Any, width: int) -> torch.Tensor:
-    """The neurons whose way through the MLP has the largest weights, ascending."""
-    score = up.float().norm(dim=1) * down.float().norm(dim=0)
-    return score.topk(width).indices.sort().values
+def _start(width: int, height: int, last: Any) -> Any:
+    start = _NOISE * torch.randn(height, width)
+    start[:, width - last.shape[1] :] += last
+    return start
+
+
+def make_student(target: Any, shape: DraftShape, head_ids: NDArray[np.int64]) -> HiddenDraft:
+    """A draft that starts from the target's embedding, last norm and head."""
+    rows = torch.from_numpy(head_ids).to(target.device)
+    head = target.lm_head.weight[rows].float()
+    scale = getattr(target.model.norm, "weight", torch.ones(shape.hidden_size)).float()
+    draft = HiddenDraft(shape, target.get_input_embeddings().weight, head.cpu(), scale.cpu())
+    return draft.to(target.device).train()  # type: ignore[no-any-return]

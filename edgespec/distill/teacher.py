@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, DynamicLayer
 
+from edgespec.distill.attention import register
 from edgespec.distill.options import Settings
 from edgespec.distill.store import ANSWER, READ, TEMPLATE, USER, Texts, id_type
 from edgespec.distill.turns import Turns
@@ -72,7 +73,11 @@ def load_target(source: Source, machine: Machine) -> Any:
 
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=machine.torch_dtype, local_files_only=True, trust_remote_code=False
+            source.folder,
+            dtype=machine.torch_dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation=register(),
         )
     body = getattr(model, "model", None)
     parts = ("embed_tokens", "layers", "norm")
@@ -124,7 +129,7 @@ class Teacher:
     def read(self, tokens: NDArray[np.int64], kinds: NDArray[np.uint8] | None = None) -> Texts:
         """What the target says after each token of texts, shape (n, length), that others wrote."""
         count, length = tokens.shape
-        at_once = max(1, _LOGITS_BYTES // (4 * length * self.vocab_size))
+        at_once = self._texts_at_once(length)
         ids, logps, chosen = [], [], []
         for start in range(0, count, at_once):
             part = torch.from_numpy(tokens[start : start + at_once]).to(self.machine.device)
@@ -143,6 +148,31 @@ class Teacher:
             torch.cat(logps).numpy(),
             torch.cat(chosen).numpy(),
         )
+
+    def hidden(self, tokens: NDArray[np.int64], layers: Sequence[int]) -> NDArray[np.float16]:
+        """What a draft reads of the target after each token of texts: shape (n, length) -> (n, length, features).
+
+        That is the input of the attention of some layers, and behind them the input of the head.
+        """
+        found: dict[int, Any] = {}
+        hooks = [
+            self.model.model.layers[layer].self_attn.register_forward_pre_hook(
+                lambda _, inputs, named, layer=layer: found.update({layer: _first_input(inputs, named)}),
+                with_kwargs=True,
+            )
+            for layer in layers
+        ]
+        parts = []
+        try:
+            for start in range(0, len(tokens), self._texts_at_once(tokens.shape[1])):
+                part = torch.from_numpy(tokens[start : start + self._texts_at_once(tokens.shape[1])])
+                with torch.inference_mode():
+                    last = self.model.model(part.to(self.machine.device), use_cache=False).last_hidden_state
+                parts.append(torch.cat([*(found[layer] for layer in layers), last], -1).half().cpu())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat(parts).numpy()  # type: ignore[no-any-return]
 
     def write(self, turns: Turns, prompts: list[list[int]], seed: Sequence[int]) -> Texts:
         """Conversations that the target writes on both sides, `write_rows` of them.
@@ -176,6 +206,9 @@ class Teacher:
             fed = torch.from_numpy(writing.tokens[:, at : at + 1]).to(self.machine.device)
         temperatures = np.array([row.temperature for row in rows], np.float32)
         return writing.texts(temperatures, id_type(self.vocab_size))
+
+    def _texts_at_once(self, length: int) -> int:
+        return max(1, _LOGITS_BYTES // (4 * length * self.vocab_size))
 
     def _cut(self, logits: Any) -> Any:
         return logits[..., : self.vocab_size]
@@ -260,6 +293,10 @@ def _sample(
             tokens[row] = min(np.searchsorted(np.cumsum(rest), rng.random() * rest.sum()), len(rest) - 1)
             found[row] = np.log(max(rest[tokens[row]], 1e-30))
     return tokens, found.astype(np.float32)
+
+
+def _first_input(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return inputs[0] if inputs else named["hidden_states"]
 
 
 def _pad(chosen: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from edgespec.distill.loss import HeadMap, distance
+from edgespec.distill.loss import HeadMap, distance, survival
 from edgespec.distill.options import Settings
-from edgespec.distill.store import Texts
-from edgespec.distill.student import trained_names
+from edgespec.distill.places import Places
 from edgespec.distill.teacher import Machine
 from edgespec.distill.validate import Acceptance, measure
 from edgespec.errors import ConfigError
@@ -36,7 +35,7 @@ class State:
     """How far a training is.
 
     Attributes:
-        step, tokens: done.
+        step, tokens: done; `tokens` are places, repetitions counted.
         decay_from: tokens at which the learning rate began to fall, or None before that.
         curve: what each validation found, with `tokens` and `loss`.
     """
@@ -53,29 +52,30 @@ class Trainer:
     Args:
         model: of `make_student`.
         heads: its head.
-        train: texts to train on by sort.
-        check: texts to validate on, of one or more lengths.
+        train: places to train on.
+        check: places to validate on.
         file: the checkpoint; read if it is there. None keeps none.
-        budget: most tokens.
+        budget: most places, repetitions counted.
     """
 
     def __init__(
         self,
         model: Any,
         heads: HeadMap,
-        train: Mapping[str, Texts],
-        check: list[Texts],
+        train: Places,
+        check: Places,
         settings: Settings,
         machine: Machine,
         file: Path | None,
         budget: int,
     ) -> None:
         self.model, self.heads, self.settings, self.machine = model, heads, settings, machine
-        self.train, self.check, self.file, self.budget = dict(train), check, file, budget
+        self.train, self.check, self.file, self.budget = train, check, file, budget
         self.state = State()
         self._losses: list[float] = []
-        weights = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
         if file is not None and file.is_file():
             self._resume(file)
 
@@ -85,18 +85,15 @@ class Trainer:
         start = self.state.decay_from
         return self.budget if start is None else min(self.budget, start + max(1, int(_DECAY * start)))
 
-    @property
-    def is_over(self) -> bool:
-        return self.state.tokens >= self.end
-
-    def run(self, until: int, tell: Callable[[State, float], None]) -> None:
-        """Train up to `until` tokens, or to the end if that comes first.
+    def run(self, tell: Callable[[State, float], None], most: int | None = None) -> None:
+        """Train to the end.
 
         Args:
             tell: told the state and the loss after every step.
+            most: steps after which to stop before the end.
         """
         settings, state = self.settings, self.state
-        while state.tokens < min(until, self.end):
+        while state.tokens < self.end and (most is None or state.step < most):
             loss = self._step()
             self._losses.append(loss)
             if state.step % settings.validate_every == 0:
@@ -123,10 +120,9 @@ class Trainer:
         if self.file is None:
             return
         tensors = {}
-        named = dict(self.model.named_parameters())
-        for name in trained_names(self.model):
-            tensors[name] = named[name].detach().contiguous()
-            for moment, value in self._optimizer.state[named[name]].items():
+        for name, parameter in self.model.named_parameters():
+            tensors[name] = parameter.detach().contiguous()
+            for moment, value in self._optimizer.state[parameter].items():
                 if moment in _MOMENTS:
                     tensors[f"{moment}:{name}"] = value.contiguous()
         part = self.file.with_suffix(".part")
@@ -136,29 +132,41 @@ class Trainer:
 
     def _step(self) -> float:
         state = self.state
-        batch = self._batch()
         for group in self._optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * self._rate()
-        tokens = torch.from_numpy(batch.tokens[:, :-1].astype(np.int64)).to(self.machine.device)
-        with self.machine.autocast():
-            logits = self.model(tokens).logits
-        logits = logits.float().reshape(-1, logits.shape[-1])
-        loss = distance(logits, self.heads.wanted(batch, self.machine.device), self.settings.total_variation)
+        loss = self._loss()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], _CLIP)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
         self._optimizer.step()
         state.step += 1
-        state.tokens += tokens.numel()
+        state.tokens += self.settings.batch_tokens
         return float(loss.detach())
 
-    def _batch(self) -> Texts:
-        """Rows of one sort, each sort as often as it has tokens."""
-        rng = np.random.default_rng([self.settings.seed, self.state.step])
-        sizes = np.array([texts.tokens.size for texts in self.train.values()], float)
-        texts = list(self.train.values())[int(rng.choice(len(sizes), p=sizes / sizes.sum()))]
-        count = max(1, self.settings.batch_tokens // texts.tokens.shape[1])
-        return texts.rows(np.sort(rng.choice(len(texts.tokens), min(count, len(texts.tokens)), replace=False)))
+    def _loss(self) -> Any:
+        """Summed over the depths, each weighted by how likely a draft gets there.
+
+        Behind the first depth the draft goes on from a state of its own, and its tokens are weighted so that they are
+        distributed as drafted ones that were accepted.
+        """
+        settings = self.settings
+        rng = np.random.default_rng([settings.seed, self.state.step])
+        numbers = rng.integers(0, len(self.train), settings.batch_tokens)
+        batch = self.train.batch(numbers, self.heads, self.machine.device)
+        count, weights = len(numbers), torch.ones(len(numbers), device=self.machine.device)
+        with self.machine.autocast():
+            state = self.model.read(batch.hidden)
+        total = torch.zeros((), device=self.machine.device)
+        for depth, wanted in enumerate(batch.wanted):
+            wanted = wanted.first(count)
+            weights = weights[:count] * batch.counts[:count, depth]
+            with self.machine.autocast():
+                state, logits = self.model(state[:count], batch.tokens[:count, depth])
+            logits = logits.float()
+            total = total + (distance(logits, wanted, settings.total_variation) * weights).sum() / count
+            weights = weights * survival(logits, wanted)
+            count = max(1, count // 2)
+        return total
 
     def _rate(self) -> float:
         """Share of the learning rate: up, level, and down to a hundredth where training winds down."""
@@ -187,9 +195,7 @@ class Trainer:
         try:
             with safe_open(file, "pt") as stored:
                 content = json.loads(stored.metadata()["state"])
-                named = dict(self.model.named_parameters())
-                for name in trained_names(self.model):
-                    parameter = named[name]
+                for name, parameter in self.model.named_parameters():
                     with torch.no_grad():
                         parameter.copy_(stored.get_tensor(name))
                     moments = {m: stored.get_tensor(f"{m}:{name}").to(parameter.device) for m in _MOMENTS}

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgespec.distill.loss import HeadMap, agreement
+from edgespec.distill.loss import HeadMap, agreement, survival
+from edgespec.distill.places import Places
 from edgespec.distill.store import ANSWER, READ, Texts
 from edgespec.drafters.ngram import look_up
 
-DEPTH = 4
 _LOOKED_UP = 1500  # positions on which prompt lookup is tried
 _MAX_NGRAM = 3
+_AT_ONCE = 1024
+_MOST = 4096  # places of each kind that are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,62 +54,60 @@ class Acceptance:
         return f"acceptance by depth: greedy {greedy}; at temperature 1 {sampled}"
 
 
-def measure(model: Any, texts: list[Texts], heads: HeadMap, autocast: Any, at_once: int = 8) -> Acceptance:
-    """Run the draft over validation texts of one or more lengths."""
-    steps: dict[str, list[NDArray[np.float64]]] = {"greedy": [], "sampled": [], "read": []}
-    device = str(next(model.parameters()).device)
+def measure(model: Any, places: Places, heads: HeadMap, autocast: Any) -> Acceptance:
+    """Run the draft over validation texts, the same places each time."""
+    kinds, temperatures = places.kinds(), places.where("temperatures")
+    answer, is_read = kinds == ANSWER, kinds == READ
+    greedy = _some(answer & (temperatures == 0))
+    sampled = _some(answer & (temperatures == 1))
+    read = _some(is_read)
     model.eval()
-    for part in (t.rows(slice(i, i + at_once)) for t in texts for i in range(0, len(t.tokens), at_once)):
-        with torch.no_grad(), autocast:
-            logits = model(torch.from_numpy(part.tokens[:, :-1].astype(np.int64)).to(device)).logits
-        _collect(steps, logits.float(), part, heads, device)
-    model.train()
-    read = np.concatenate(steps["read"]) if steps["read"] else None
-    return Acceptance(
-        _by_depth(steps["greedy"]), _by_depth(steps["sampled"]), None if read is None else float(np.nanmean(read))
+    found = Acceptance(
+        _by_depth(_rates(model, places, greedy, heads, autocast)[0]),
+        _by_depth(_rates(model, places, sampled, heads, autocast)[1]),
+        float(_rates(model, places, read, heads, autocast)[2].mean()) if len(read) else None,
     )
+    model.train()
+    return found
 
 
-def _collect(steps: dict[str, list[Any]], logits: Any, part: Texts, heads: HeadMap, device: str) -> None:
-    shape = part.tokens.shape[0], part.tokens.shape[1] - 1
-    wanted = heads.wanted(part, device)
-    first, overlap = agreement(logits.reshape(-1, logits.shape[-1]), wanted)
-    first, overlap = (found.float().cpu().numpy().reshape(shape).astype(float) for found in (first, overlap))
-    rates = _rates(logits, part, heads)
-    for row, temperature in enumerate(part.temperatures):
-        answer, read = (part.kinds[row, 1:] == kind for kind in (ANSWER, READ))
-        if read.any():
-            steps["read"].append(overlap[row])
-        elif temperature == 0:
-            steps["greedy"].append(np.where(answer, first[row], np.nan))
-        elif temperature == 1:
-            steps["sampled"].append(np.where(answer, rates[row], np.nan))
+def _some(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The numbers of places that are chosen, evenly thinned out where they are many."""
+    numbers = np.flatnonzero(chosen)
+    return numbers[:: max(1, len(numbers) // _MOST)]
 
 
-def _rates(logits: Any, part: Texts, heads: HeadMap) -> NDArray[np.float64]:
-    """min(1, q(x) / p(x)) of each next token x of the text: shape (n, length - 1)."""
-    columns = heads.columns[part.tokens[:, 1:]]
-    logq = torch.log_softmax(logits, -1).cpu()
-    found = logq.gather(-1, torch.from_numpy(np.maximum(columns, 0))[..., None])[..., 0].numpy()
-    rates = np.exp(np.minimum(found - part.chosen[:, :-1].astype(np.float32), 0))
-    return np.where(columns >= 0, rates, 0).astype(np.float64)
+def _rates(
+    model: Any, places: Places, numbers: NDArray[np.int64], heads: HeadMap, autocast: Any
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Whether first choices agree and min(1, q(x) / p(x)), by depth, shape (n, depth); sum(min(p, q)) at depth one."""
+    device = str(next(model.parameters()).device)
+    parts: list[list[Any]] = [[], [], []]
+    for start in range(0, len(numbers), _AT_ONCE):
+        batch = places.batch(numbers[start : start + _AT_ONCE], heads, device)
+        firsts, rates, overlaps = [], [], []
+        with torch.no_grad():
+            with autocast:
+                state = model.read(batch.hidden)
+            for depth in range(places.depth):
+                with autocast:
+                    state, logits = model(state, batch.tokens[:, depth])
+                first, overlap = agreement(logits.float(), batch.wanted[depth])
+                firsts.append(first.float())
+                overlaps.append(overlap)
+                rates.append(survival(logits.float(), batch.wanted[depth]))
+        for part, columns in zip(parts, (firsts, rates, overlaps[:1]), strict=True):
+            part.append(torch.stack(columns, 1).cpu().numpy().astype(np.float64))
+    empty = np.zeros((0, places.depth))
+    first, rate, overlap = (np.concatenate(part) if part else empty for part in parts)
+    return first, rate, overlap
 
 
-def _by_depth(rows: list[NDArray[np.float64]]) -> list[float]:
-    """Acceptance at each depth, given that all before were accepted; `rows` of rates, NaN where nothing counts."""
-    survived = []
-    for depth in range(DEPTH + 1):
-        windows = [_products(row, depth) for row in rows if len(row) >= depth]
-        joined = np.concatenate(windows) if windows else np.empty(0)
-        survived.append(float(np.nanmean(joined)) if np.isfinite(joined).any() else 0.0)
-    return [survived[d + 1] / survived[d] if survived[d] > 0 else 0.0 for d in range(DEPTH)]
-
-
-def _products(row: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
-    made = np.ones(len(row) - max(depth, 1) + 1)
-    for offset in range(depth):
-        made = made * row[offset : offset + len(made)]
-    return made if depth else np.where(np.isnan(row), np.nan, made)
+def _by_depth(rates: NDArray[np.float64]) -> list[float]:
+    """Acceptance at each depth, given that all before were accepted: rates of shape (n, depth) -> `depth` values."""
+    survived = np.cumprod(rates, 1).mean(0) if len(rates) else np.zeros(rates.shape[1])
+    before = np.concatenate([[1.0], survived[:-1]])
+    return [float(now / last) if last > 0 else 0.0 for now, last in zip(survived, before, strict=True)]
 
 
 def baselines(train: Texts, check: Texts) -> dict[str, float]:

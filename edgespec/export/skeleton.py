@@ -32,17 +32,7 @@ def make_skeleton(folder: Path, num_layers: int | None = None, *, eager: bool = 
         _cut_layers(config.get_text_config(), num_layers)
     chosen = {"attn_implementation": "eager"} if eager else {}
     with _weightless(), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
-        head_size = getattr(config, "head_size", None)
-        return model if head_size is None else set_head_size(model, head_size)
-
-
-def set_head_size(model: Any, head_size: int) -> Any:
-    """Give a model a head over fewer tokens than it can read: that of a distilled draft."""
-    import torch
-
-    model.lm_head = torch.nn.Linear(model.lm_head.in_features, head_size, bias=False)
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen).eval()
 
 
 def find_weights(model: Any, checkpoint: Checkpoint) -> dict[str, str]:

@@ -1,0 +1,160 @@
+"""Texts of a distillation: written, read, kept, against the model in torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the libraries' own imports
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from edgespec.distill.corpus import read_corpus
+    from edgespec.distill.store import ANSWER, TEMPLATE, USER, Store, Texts
+    from edgespec.distill.teacher import Teacher
+    from edgespec.distill.turns import Turns, take_apart
+
+from edgespec.errors import ConfigError
+from edgespec.export.source import Source
+from tests.tiny import NUM_TOKENS, tiny_tokenizer
+from tests.tiny_distill import make_source, make_teacher, random_texts
+
+pytestmark = pytest.mark.export
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Read only."""
+    return make_source(tmp_path_factory.mktemp("distill"))
+
+
+@pytest.fixture(scope="module")
+def teacher(source: Source) -> Teacher:
+    """It in torch."""
+    return make_teacher(source)
+
+
+def test_the_template_is_taken_apart(source: Source) -> None:
+    """What was found between the texts puts a conversation together again as the template does."""
+    from edgespec.chat import ChatTemplate
+
+    tokenizer = tiny_tokenizer()
+    turns = take_apart(source, tokenizer)
+    roles = ("user", "assistant", "user")
+    words = ("one", "two", "three")
+    messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    assert source.chat_template is not None
+    whole = ChatTemplate(source.chat_template, source.special_tokens).render(messages, add_generation_prompt=False)
+    one, two, three = (tokenizer.encode(word, add_special_tokens=False).ids for word in words)
+    made = [*turns.before, *one, *turns.to_answer, *two, *turns.to_user, *three]
+    expected = tokenizer.encode(whole, add_special_tokens=False).ids
+    assert made == expected[: len(made)]
+    assert set(source.eos_token_ids) <= turns.ends
+
+
+def test_a_bridge_is_not_doubled() -> None:
+    """A turn that ends with the first token of the bridge goes on with its second."""
+    turns = Turns([5], [2, 6], [2, 7], frozenset({2, 9}))
+    assert turns.bridge(2, is_answer=False) == [6]
+    assert turns.bridge(9, is_answer=False) == [2, 6]
+    assert turns.bridge(2, is_answer=True) == [7]
+
+
+def test_reading_keeps_the_best(teacher: Teacher, source: Source) -> None:
+    """What is kept of a text's distributions is what the model in torch says."""
+    tokens = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 20))
+    texts = teacher.read(tokens)
+    with torch.no_grad():
+        logits = teacher.model(torch.from_numpy(tokens)).logits[..., :NUM_TOKENS]
+    logp = torch.log_softmax(logits, -1).numpy()
+    best = np.argsort(-logp, -1)[..., :8]
+    np.testing.assert_array_equal(texts.ids, best)
+    np.testing.assert_allclose(texts.logps, np.take_along_axis(logp, best, -1), atol=2e-2)
+    follows = np.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(texts.chosen[:, :-1], follows, atol=2e-2)
+
+
+def test_writing_is_the_models_own_text(teacher: Teacher, source: Source) -> None:
+    """Greedy answers are the model's first choices, all distributions are those that reading gives, and the same seed
+    writes the same text."""
+    turns = take_apart(source, tiny_tokenizer())
+    texts = teacher.write(turns, [[70, 71, 72]], seed=[3, 0])
+    again = teacher.read(texts.tokens.astype(np.int64))
+    counts = texts.kinds[:, 1:] != TEMPLATE
+    np.testing.assert_array_equal(texts.ids[:, :-1, 0][counts], again.ids[:, :-1, 0][counts])
+    np.testing.assert_allclose(texts.chosen[:, :-1][counts], again.chosen[:, :-1][counts], atol=3e-2)
+    greedy = (texts.kinds[:, 1:] == ANSWER) & (texts.temperatures == 0)[:, None]
+    assert greedy.any()
+    np.testing.assert_array_equal(texts.tokens[:, 1:][greedy], texts.ids[:, :-1, 0][greedy])
+    assert (texts.kinds[0] == USER).sum() == 0  # begins with the prompt
+    at = len(turns.before)
+    assert texts.tokens[0, at : at + 3].tolist() == [70, 71, 72]
+    assert texts.kinds[1, at] == USER
+    assert (texts.tokens[:, :at] == turns.before).all()
+    np.testing.assert_array_equal(texts.tokens, teacher.write(turns, [[70, 71, 72]], seed=[3, 0]).tokens)
+
+
+def test_sampled_text_follows_the_distribution(teacher: Teacher) -> None:
+    """At temperature 1 the tokens beyond the kept ones are drawn, too: 6,000 draws fit the distribution."""
+    from scipy.stats import chisquare
+
+    from edgespec.distill.teacher import _sample
+
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(1, 30)).astype(np.float32)).repeat(6000, 1)
+    values, best = logits.topk(8, -1)
+    total = logits.logsumexp(-1, keepdim=True)
+    tokens, found = _sample(logits, best, values - total, total, np.ones(6000), np.random.default_rng(2))
+    expected = torch.softmax(logits[0].double(), -1).numpy()
+    assert chisquare(np.bincount(tokens, minlength=30), expected * 6000 / expected.sum()).pvalue > 1e-3
+    np.testing.assert_allclose(found, np.log(expected[tokens]), atol=1e-4)
+
+
+def test_hidden_states_are_what_attention_and_head_read(teacher: Teacher) -> None:
+    """Against the residual stream that the model in torch gives out, put through the layer's own norm."""
+    tokens = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 20))
+    found = teacher.hidden(tokens, [1])
+    body = teacher.model.model
+    with torch.no_grad():
+        stream = body(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
+        expected = torch.cat([body.layers[1].input_layernorm(stream[1]), stream[-1]], -1)
+    np.testing.assert_allclose(found, expected, atol=2e-2)
+
+
+def test_files_are_made_once(tmp_path: Path) -> None:
+    """A store makes what is missing, texts and hidden states, and gives back what was put in."""
+    store, made = Store(tmp_path), []
+    texts, _ = random_texts()
+
+    def make(index: int) -> Texts:
+        made.append(index)
+        return texts.rows(slice(index, index + 1))
+
+    store.fill("read", 2, make, lambda done, wanted: None)
+    store.fill("read", 3, make, lambda done, wanted: None)
+    assert made == [0, 1, 2]
+    np.testing.assert_array_equal(store.load("read", range(3)).logps, texts.logps)
+    for wanted in (1, 3):
+        store.fill_hidden("read", wanted, (4, 7), lambda tokens: tokens.astype(np.float16), lambda done, most: None)
+    np.testing.assert_array_equal(store.hidden("read", 2, (4, 7)), texts.tokens[2:])
+    (tmp_path / "read-00001.npz").write_bytes(b"PK")
+    with pytest.raises(ConfigError, match="delete it"):
+        store.load("read", [1])
+    (tmp_path / "hidden-4-7" / "read-00001.npy").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="delete it"):
+        store.hidden("read", 1, (4, 7))
+
+
+def test_only_permissive_documentation_is_read() -> None:
+    """Text comes from packages whose metadata name a permissive licence, in an order that the seed decides."""
+    one, two = (read_corpus(tiny_tokenizer(), 2, 20_000, seed) for seed in (0, 1))
+    assert len(one.tokens) == 20_000
+    assert one.packages
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    assert {name.split(" (")[0] for name in one.packages} <= installed
+    assert not any(word in name.lower() for name in one.packages for word in ("gpl", "mozilla", "proprietary"))
+    np.testing.assert_array_equal(one.tokens, read_corpus(tiny_tokenizer(), 2, 20_000, 0).tokens)
+    assert (one.tokens[:500] != two.tokens[:500]).any()
