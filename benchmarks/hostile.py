@@ -7,8 +7,9 @@ middle third of the answer and is right before and after. Each comes as a lookup
 whose every token takes `--step` of the time of a plain token. Plain decoding runs twice: what it differs from itself
 is noise. All take turns on each prompt; the controller starts each repetition without knowledge.
 
-Where a text parts from the plain one, the margin between the two best tokens there is recorded; `--exact` has none. In
-exact mode a call of two rows costs what one of a single row does, so that a lookup's first token is never parked.
+Without `--exact` a text parts from the plain one at some near-tie, whose margin is recorded; what the drafters know is
+then of no use any more. In exact mode a call of two rows costs what one of a single row does, so that a lookup's first
+token is never parked.
 """
 
 from __future__ import annotations
@@ -50,14 +51,19 @@ class Oracle(Drafter):
     def __init__(self, is_wrong: Callable[[float], bool], *, is_lookup: bool) -> None:
         self.is_wrong, self.is_lookup = is_wrong, is_lookup
         self.step_s = 0.0
-        self.prompt_length, self.answer = 0, np.empty(0, np.int64)
+        self.tell(0, [])
+
+    def tell(self, prompt_length: int, answer: list[int]) -> None:
+        """What will be asked next, and the answer to it."""
+        self.prompt_length = prompt_length
+        wrong = [self.is_wrong(i / len(answer)) for i in range(len(answer))]
+        self.proposal = np.array(answer, np.int64) + np.array(wrong, np.int64)  # the next id is another token
 
     def propose(
         self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
     ) -> Draft:
         at = len(context) - self.prompt_length
-        shares = np.arange(at, min(at + limit, len(self.answer))) / max(len(self.answer), 1)
-        tokens = self.answer[at : at + limit] + [self.is_wrong(share) for share in shares]  # the next id is another
+        tokens = self.proposal[at : at + limit]
         count = len(tokens)
         if not self.is_lookup:
             for count in range(1, len(tokens) + 1):
@@ -151,7 +157,7 @@ def repetition(options: argparse.Namespace, number: int, prompts: list[tuple[str
         answer(plain, prompt, SamplingParams(max_new_tokens=1))
         expected = answer(plain, prompt, params)
         for oracle in oracles.values():
-            oracle.prompt_length, oracle.answer = expected.stats.prompt_tokens, np.array(expected.token_ids)
+            oracle.tell(expected.stats.prompt_tokens, expected.token_ids)
             oracle.step_s = options.step / expected.stats.tokens_per_s
         names = list(engines)
         for name in names[i % len(names) :] + names[: i % len(names)]:

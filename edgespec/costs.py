@@ -55,7 +55,7 @@ class CostCurve:
         self._lines = np.stack([_extended(table.rows, line, widths) for line in table.seconds])
         self._shape = np.ones(max_rows + 1)
         self._load = 1.0
-        self._last: tuple[int, NDArray[np.float64]] | None = None  # `_base` is asked several times a round
+        self._known: tuple[int, NDArray[np.float64]] | None = None  # asked for several times a round
 
     @property
     def max_rows(self) -> int:
@@ -63,25 +63,22 @@ class CostCurve:
 
     def seconds(self, past: int) -> NDArray[np.float64]:
         """Seconds of calls of 0, 1, ... max_rows rows after `past` tokens: shape (max_rows + 1,); 0 for 0 rows."""
-        costs: NDArray[np.float64] = self._base(past) * self._shape * self._load
-        return costs
+        if self._known is None or self._known[0] != past:
+            self._known = past, self._base(past) * self._shape * self._load
+        return self._known[1]
 
     def observe(self, rows: int, past: int, seconds: float) -> None:
         """A call of `rows` rows after `past` tokens took so many seconds."""
         if not 1 <= rows <= self.max_rows:
             return
-        ratio = seconds / (self._base(past).item(rows) * self._shape.item(rows))
-        if ratio > _OUTLIER * self._load:
+        ratio = seconds / self.seconds(past).item(rows)
+        if ratio > _OUTLIER:
             return
-        self._shape[rows] *= (ratio / self._load) ** (1 / _SHAPE_HORIZON)
-        self._load *= (ratio / self._load) ** (1 / _LOAD_HORIZON)
+        self._shape[rows] *= ratio ** (1 / _SHAPE_HORIZON)
+        self._load *= ratio ** (1 / _LOAD_HORIZON)
+        self._known = None
 
     def _base(self, past: int) -> NDArray[np.float64]:
-        if self._last is None or self._last[0] != past:
-            self._last = past, self._interpolated(past)
-        return self._last[1]
-
-    def _interpolated(self, past: int) -> NDArray[np.float64]:
         if len(self._pasts) == 1:
             first: NDArray[np.float64] = self._lines[0]
             return first

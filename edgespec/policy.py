@@ -148,7 +148,7 @@ class AdaptivePolicy:
         costs = self._target.seconds(past)
         limit = min(room, self.max_depth)
         plans = {o.name: self._plan(o, costs, past, limit) for o in offers}
-        best = _Plan(0, 1.0, float(costs[1]))
+        best = _Plan(0, 1.0, costs.item(1))
         choice = PLAIN
         for offer in sorted(offers, key=lambda o: o.backlog > 1):
             plan = plans[offer.name]
@@ -172,10 +172,13 @@ class AdaptivePolicy:
         for i, confidence in enumerate(confidences):
             survival *= model.at(i, confidence)
         # Not the next token alone: the costs have steps, and one that does not pay may lead to some that do.
-        more = np.arange(1, deepest - depth + 1)
-        tokens = survival * np.cumsum(np.cumprod(chances[depth:]))
-        seconds = costs[depth + 1 + more] - costs[depth + 1] + more * self._step_s(name, past)
-        return bool((tokens > self.tokens_per_s * seconds).any())
+        tokens, spent, step_s = 0.0, costs.item(depth + 1), self._step_s(name, past)
+        for more in range(1, deepest - depth + 1):
+            survival *= chances[depth + more - 1]
+            tokens += survival
+            if tokens > self.tokens_per_s * (costs.item(depth + 1 + more) - spent + more * step_s):
+                return True
+        return False
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what a round did."""
@@ -206,17 +209,19 @@ class AdaptivePolicy:
             chances = self._chances[offer.name] = model.at_depths(limit)
         else:
             chances = model.at_each(offer.confidences[:limit])
-        if not chances:
-            return None
-        depths = np.arange(1, len(chances) + 1)
-        tokens = 1 + np.cumsum(np.cumprod(chances))
-        seconds = costs[depths + 1] + depths * self._step_s(offer.name, past)
-        at = int((tokens / seconds).argmax())
-        return _Plan(at + 1, float(tokens[at]), float(seconds[at]))
+        best, survival, tokens, step_s = None, 1.0, 1.0, self._step_s(offer.name, past)
+        # A few numbers, once a round: arrays of them take longer.
+        for depth, chance in enumerate(chances, 1):
+            survival *= chance
+            tokens += survival
+            seconds = costs.item(depth + 1) + depth * step_s
+            if best is None or tokens * best.seconds > best.tokens * seconds:
+                best = _Plan(depth, tokens, seconds)
+        return best
 
     def _step_s(self, name: str, past: int) -> float:
         curve = self._steps[name]
-        return self._seen_step_s[name] if curve is None else float(curve.seconds(past)[1])
+        return self._seen_step_s[name] if curve is None else curve.seconds(past).item(1)
 
     def _reading_s(self, offer: Offer, past: int) -> float:
         """Seconds that reading the backlog takes. The widest call that was measured reads cheapest a token."""
