@@ -184,7 +184,8 @@ class RecurrentSession:
 def _check_graph(path: Path, session: Any, shapes: dict[str, Any], target: DecoderSession, head: Head | None) -> None:
     inputs, outputs = {v.name for v in session.get_inputs()}, {v.name for v in session.get_outputs()}
     is_known = inputs == _INPUTS and outputs == _OUTPUTS and shapes["state"] == shapes["next_state"]
-    if not is_known or not all(_is_row(shapes[name]) for name in (*inputs, *outputs)):
+    rows = (shapes.get(name, []) for name in ("hidden", "state", "logits"))
+    if not is_known or shapes["input_ids"] != [1, 1] or not all(map(_is_row, rows)):
         raise SessionError(f"{path} is no draft without a cache: its inputs and outputs are {shapes}; export it again")
     if shapes["hidden"][-1] != target.hidden_size:
         raise SessionError(
@@ -198,5 +199,5 @@ def _check_graph(path: Path, session: Any, shapes: dict[str, Any], target: Decod
 
 
 def _is_row(shape: list[Any]) -> bool:
-    """[1, n] or [1, 1, n], with an n that can be."""
-    return all(n == 1 for n in shape[:-1]) and isinstance(shape[-1], int) and 1 <= shape[-1] <= MAX_VOCAB
+    """[1, 1, n], with an n that can be."""
+    return len(shape) == 3 and shape[:2] == [1, 1] and isinstance(shape[2], int) and 1 <= shape[2] <= MAX_VOCAB

@@ -193,6 +193,7 @@ class DecoderSession:
     def close(self) -> None:
         """Release the session and the cache. Nothing may be called afterwards."""
         del self._binding, self._cache, self.session
+        self._hidden = None  # it holds the binding, and that ONNX Runtime's session
 
     def fork(self, lender: DecoderSession | None = None) -> DecoderSession:
         """A session on the same loaded weights with a cache of its own, or that of `lender`. Both may run at once."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import edgespec
@@ -219,6 +222,17 @@ def test_forks_and_saved_conversations(bundle: Bundle, tmp_path: Path) -> None:
         assert stream.stats.accepted > 0
 
 
+def test_closing_releases_the_weights(bundle: Bundle) -> None:
+    """Nothing of a closed engine holds ONNX Runtime's sessions, though the engine itself is still there."""
+    engine = edgespec.load(bundle.path, spec=SPEC)
+    answer(engine, PROMPTS[0])
+    assert engine._draft is not None
+    bindings = [weakref.ref(session._binding) for session in (engine._target, engine._draft)]
+    engine.close()
+    gc.collect()
+    assert [binding() for binding in bindings] == [None, None]
+
+
 def test_a_step_has_one_price(pair: tuple[DecoderSession, RecurrentSession]) -> None:
     """It is measured for one row after one length of text: it depends on neither."""
     _, table = measure_pair(*pair, 0.01)
@@ -274,3 +288,22 @@ def test_graphs_that_are_something_else(bundle: Bundle, tmp_path: Path) -> None:
         with pytest.raises(SessionError, match="and 3 tokens"):
             head = Head(np.arange(3), VOCAB)
             RecurrentSession(path, target=target, context_length=64, runtime=runtime, head=head)
+
+
+@pytest.mark.parametrize("shape", [[], [1, len(HEAD_IDS)], [1, 1, 1, len(HEAD_IDS)]])
+def test_logits_of_another_shape_are_refused(shape: list[int], bundle: Bundle, tmp_path: Path) -> None:
+    """Before anything is computed: rows of another rank would be cut along the wrong axis."""
+    model = onnx.load(bundle.path / "draft" / "model.onnx")
+    last = next(node for node in model.graph.node if node.output[0] == "logits")
+    last.output[0] = "row"
+    if shape:
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(shape), "shape"))
+        model.graph.node.append(onnx.helper.make_node("Reshape", ["row", "shape"], ["logits"]))
+    else:
+        model.graph.node.append(onnx.helper.make_node("ReduceMax", ["row"], ["logits"], keepdims=0))
+    (output,) = (value for value in model.graph.output if value.name == "logits")
+    output.CopyFrom(onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, shape))
+    onnx.save(model, tmp_path / "model.onnx")
+    runtime = RuntimeParams()
+    with closing(open_target(bundle, runtime)) as target, pytest.raises(SessionError, match="no draft without a cache"):
+        RecurrentSession(tmp_path / "model.onnx", target=target, context_length=64, runtime=runtime)

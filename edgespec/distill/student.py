@@ -72,7 +72,7 @@ def draft_shape(
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """A gated MLP beside its input. It starts as nothing."""
+    """A gated MLP beside its input. It starts as nothing. Norms are computed in float32, whatever products are."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):  # type: ignore[misc]
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, state: Any) -> Any:
-        inner = self.norm(state)
+        inner = self.norm(state.float())
         return state + self.down_proj(functional.silu(self.gate_proj(inner)) * self.up_proj(inner))
 
 
@@ -123,10 +123,10 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
     def forward(self, state: Any, tokens: Any) -> tuple[Any, Any]:
         """The next state, and the logits of what follows `tokens`: shapes (n, hidden_size) and (n, head_size)."""
         token = functional.embedding(tokens, self.embedding)
-        state = self.mix(torch.cat([self.norm_state(state), self.norm_token(token)], -1))
+        state = self.mix(torch.cat([self.norm_state(state.float()), self.norm_token(token)], -1))
         for block in self.blocks:
             state = block(state)
-        return state, self.head(self.norm(state))
+        return state, self.head(self.norm(state.float()))
 
 
 def _start(width: int, height: int, last: Any) -> Any:
