@@ -120,6 +120,7 @@ def test_an_interrupted_move_is_done_again(step: str, pair: tuple[Path, Path], m
     moved = share_weights(target, draft)
     assert moved.parent == target.parent
     assert np.array_equal(run(moved), wanted)
+    assert list(draft.parent.iterdir()) == []
 
 
 def test_an_exported_pair_shares_its_embedding(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def share_weights(target: Path, draft: Path) -> Path:
     """
     moved, old = target.with_name(MOVED), draft.with_name(WEIGHTS)
     if moved.exists() and not draft.exists():
+        old.unlink(missing_ok=True)  # where it was interrupted just before
         return moved
     model = onnx.load(draft, load_external_data=False)
     own, theirs = _external_tensors(model), _external_tensors(onnx.load(target, load_external_data=False))
