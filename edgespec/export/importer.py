@@ -88,6 +88,7 @@ def import_bundle(
     other = None if draft is None else read_onnx_folder(Path(draft).expanduser(), draft_variant or variant)
     job = _Importer(progress or SilentProgress(), max_context)
     with workspace(out, overwrite) as space:
+        space.clear()
         if other is not None:
             job.compare_tokens(target, other)
         made = job.take(target, "target", space)

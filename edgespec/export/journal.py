@@ -48,6 +48,11 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # nothing to go on from
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to go on from."""
+        return not self._steps
+
     def get(self, step: str) -> dict[str, Any] | None:
         """What a finished step found out, or None."""
         return self._steps.get(step)

@@ -85,6 +85,8 @@ class Job:
         """Look for finished steps of the same plan and files."""
         self.progress.step("reading the weights' hashes")
         self.journal = Journal(self.space.work, inputs_key(self.plan, files))
+        if self.journal.is_empty:
+            self.space.clear()
 
     def finished(self, step: str) -> dict[str, Any] | None:
         """What a step found out that a killed export finished; its warnings are said again."""

@@ -27,7 +27,7 @@ WEIGHTS = "model.onnx.data"
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Two empty folders on the destination's disk.
+    """Two folders on the destination's disk, empty but for what a killed process left.
 
     Attributes:
         destination: where the bundle will be.
@@ -38,6 +38,11 @@ class Workspace:
     destination: Path
     bundle: Path
     work: Path
+
+    def clear(self) -> None:
+        """Empty the bundle of what a killed process left, for work that does not go on from it."""
+        shutil.rmtree(self.bundle)
+        self.bundle.mkdir()
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest and move the finished bundle to the destination.
