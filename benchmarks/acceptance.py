@@ -19,8 +19,9 @@ import numpy as np
 from common import FAMILIES, read_prompts, write_jsonl
 
 import edgespec
-from edgespec import Drafter, Engine, SamplingParams, SpecParams
+from edgespec import Engine, SamplingParams, SpecParams
 from edgespec.bench.recorder import Recorder
+from edgespec.contracts import Drafter
 from edgespec.verify import Draft
 
 DEPTH = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,18 @@ def test_public_names() -> None:
         "load",
     ]
     assert all(getattr(edgespec, name).__doc__ for name in edgespec.__all__)
+
+
+def test_scripts_import_what_there_is() -> None:
+    """Benchmarks and examples, which few tests run, name only what the package has."""
+    for folder in ("benchmarks", "examples"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "edgespec":
+                    module = importlib.import_module(str(node.module))
+                    for name in (alias.name for alias in node.names):
+                        is_there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}")
+                        assert is_there, f"{path}: {node.module} has no {name}"
 
 
 def test_files_stay_short() -> None:
