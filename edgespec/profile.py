@@ -70,7 +70,7 @@ def read_profile(key: str) -> Profile | None:
         data = _read(key)
         draft = data["draft"]
         return Profile(_table(data["target"]), None if draft is None else _table(draft), int(data["tries"]))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

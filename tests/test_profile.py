@@ -129,6 +129,7 @@ def test_a_profile_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         {"target": {"pasts": [], "rows": [], "seconds": [], "uncertainty": 0}},
         {"target": {"pasts": [1], "rows": [1], "seconds": [[1.0]], "uncertainty": -1}},
         {"draft": "x"},
+        {"tries": float("inf")},
     ],
     ids=str,
 )
