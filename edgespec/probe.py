@@ -48,8 +48,7 @@ def measure_costs(
     Args:
         session: any; in exact mode its dummy rows are part of the cost.
         budget_s: seconds to spend.
-        rows: widths of the calls.
-        pasts: cached tokens, as far as the context has room for them.
+        rows, pasts: widths of the calls and cached tokens, as far as the context has room for them.
     """
     (table,) = _measure([_Calls(session, rows, pasts)], budget_s)
     return table
@@ -109,6 +108,7 @@ class _Calls:
     pasts: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        self.rows = tuple(width for width in self.rows if width <= self.session.context_length)
         room = self.session.context_length - max(self.rows)
         first, *others = self.pasts
         self.pasts = tuple(sorted({min(first, room // 2), *(min(past, room) for past in others)}))

@@ -65,6 +65,16 @@ def test_a_real_session_is_measured_and_left_empty(tmp_path: Path, shared: bool)
     assert len(session.tokens) == 0
 
 
+@pytest.mark.parametrize("length", [1, 10, 17])
+def test_a_context_with_little_room_is_measured_as_far_as_it_goes(tmp_path: Path, length: int) -> None:
+    """Calls of more rows than it has tokens are left out."""
+    graph = save_graph(tiny_model(), tmp_path / "m.onnx", shared=True)
+    session = DecoderSession(graph, context_length=length, runtime=RuntimeParams(initial_capacity=8))
+    table = measure_costs(session, 0.01)
+    assert table.rows == tuple(rows for rows in probe.ROWS if rows <= length)
+    assert max(table.pasts) == length - max(table.rows)
+
+
 class BusyClock(Clock):
     """Slows down by 1.8 for whole stretches of time, and interrupts every seventh call."""
 
