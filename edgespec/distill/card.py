@@ -33,8 +33,9 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     yield f"`edgespec export {source.name} --draft {report.path.name} -o DIR` joins it with its target, from which the"
     yield "embedding, the tokenizer and the chat template are taken."
     yield ""
-    read = f"the input of the attention of layers {', '.join(map(str, report.layers))}, and " if report.layers else ""
-    yield f"- Reads the target's hidden states: {read}what its head reads. It has no cache and reads no text."
+    layers = ", ".join(map(str, report.layers))
+    yield f"- Reads the target's hidden states: the input of the attention of layers {layers}, and what its head reads."
+    yield "  It has no cache and reads no text."
     yield f"- {settings.layers} blocks; head over {settings.head_size} tokens, all others have probability 0."
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())
     yield f"- Data: no data set. Tokens with the target's distributions: {sorts}."

@@ -245,7 +245,7 @@ def _train(job: _Job, trainer: Trainer) -> None:
         job.progress.advance(state.tokens / trainer.end)
         for point in state.curve[shown:]:
             found = Acceptance(point["greedy"], point["sampled"], point["read"])
-            job.progress.note(f"{point['tokens']:,} tokens, loss {point['loss']:.3f}; {found.line()}")
+            job.progress.note(f"{point['tokens']:,} places, loss {point['loss']:.3f}; {found.line()}")
         shown = len(state.curve)
 
     trainer.run(tell)

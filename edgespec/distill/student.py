@@ -55,7 +55,7 @@ def draft_shape(
     """The shape of a draft for a target.
 
     Raises:
-        ConfigError: the target has no layers to read, or a size is out of range.
+        ConfigError: the width is out of range.
     """
     own = int(config.intermediate_size)
     if width is not None and width > 8 * own:
