@@ -61,7 +61,8 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
 
 def summary(report: DistillReport) -> Iterator[str]:
     """What was made and what was measured, a line each."""
-    yield f"reads layers {', '.join(map(str, report.layers))} and the head's input, {report.trained_tokens:,} places trained on"
+    layers = ", ".join(map(str, report.layers))
+    yield f"reads layers {layers} and the head's input, {report.trained_tokens:,} places trained on"
     yield report.acceptance.line()
     yield ", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in report.baselines.items())
     yield f"{report.path}: {report.size / 1e6:.1f} MB in {report.seconds:.0f} s"
