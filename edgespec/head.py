@@ -43,13 +43,15 @@ def read_head(file: Path, vocab_size: int) -> Head:
         # Checked before anything is allocated.
         if file.stat().st_size > 4 * vocab_size + _HEADER:
             raise ValueError("it is larger than the vocabulary")
-        ids = np.load(file, allow_pickle=False)
+        # Mapped, so that what the header says is held against the file's size and not allocated.
+        ids = np.array(np.lib.format.open_memmap(file, mode="r"))
         if ids.ndim != 1 or ids.dtype != np.int32 or not len(ids):
             raise ValueError("it is no list of int32")
         if ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any():
             raise ValueError(f"its tokens do not ascend from 0 to {vocab_size}")
-    except (OSError, ValueError, EOFError) as error:
-        raise BundleError(f"{file} does not say which tokens a head has ({error}); export the bundle again") from error
+    except Exception as error:  # a header is parsed as Python, and fails in as many ways
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise BundleError(f"{file} does not say which tokens a head has ({reason}); export the bundle again") from error
     return Head(ids.astype(np.int64), vocab_size)
 
 

@@ -148,7 +148,10 @@ def _header(stream: IO[bytes], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """The shape that the header of an array gives, whose type and order must be ours."""
     if npy.read_magic(stream) != (1, 0):
         raise _Unfit("an array has another version of the .npy format")
-    shape, is_fortran, found = npy.read_array_header_1_0(stream, max_header_size=_MAX_HEADER)
+    try:
+        shape, is_fortran, found = npy.read_array_header_1_0(stream, max_header_size=_MAX_HEADER)
+    except Exception as error:  # it is parsed as Python, and fails in as many ways
+        raise ValueError("an array's header cannot be read") from error
     if is_fortran or found != dtype:
         raise _Unfit(f"an array has the type {found} and not {dtype}")
     return tuple(shape)

@@ -249,6 +249,7 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "no member": (KEY, lambda data: b""),
     "not an array": (KEY, lambda data: b"PK" * 50),
     "huge in the header": (KEY, lambda data: npy(np.zeros(3, np.float32), (1, 1, 1 << 40, 8))),
+    "hostile header": (KEY, lambda data: b"\x93NUMPY\x01\x00" + (3000).to_bytes(2, "little") + b"(" * 3000),
     "another type": (KEY, lambda data: npy(np.zeros((1, 1, 5, 8), np.float64))),
     "pickled": (KEY, lambda data: npy(np.zeros(3, "O"))),
     "too short": (KEY, lambda data: data[:-4]),

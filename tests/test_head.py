@@ -68,6 +68,20 @@ def test_another_file_is_no_head(tmp_path: Path) -> None:
             read_head(tmp_path / f"{name}.npy", 10)
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["{'descr': '<i4', 'fortran_order': False, 'shape': (1 << 40,)}", "(" * 3000, "-" * 3000, "(" * 12000],
+    ids=["huge", "parentheses", "signs", "long"],
+)
+def test_a_hostile_header_is_refused(header: str, tmp_path: Path) -> None:
+    """One that promises terabytes, or that Python's own parser fails on: one line."""
+    text = header.replace("1 << 40", str(1 << 40)).encode() + b"\n"
+    (tmp_path / "ids.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(8))
+    with pytest.raises(BundleError, match=r"ids\.npy does not say") as caught:
+        read_head(tmp_path / "ids.npy", 5000)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.fixture
 def reduced(tiny_pair: Path, tmp_path: Path) -> Path:
     """A bundle whose draft has columns for all of its tokens, but shifted by one: token t + 1 in column t."""
