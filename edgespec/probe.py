@@ -41,9 +41,9 @@ def measure_costs(
 ) -> CostTable:
     """Seconds of calls with few and with many cached tokens.
 
-    At least one round of all calls is measured after a warm-up round; more until all are certain to 2 % or the budget
-    is spent. What a round took longer than others as a whole is taken out, see `leveled`. The session's cache is empty
-    afterwards.
+    At least two rounds of all calls are measured, more until all are certain to 2 % or the budget is spent. What a
+    round took longer than others as a whole, as the first one does, is taken out, see `leveled`. The session's cache
+    is empty afterwards.
 
     Args:
         session: any; in exact mode its dummy rows are part of the cost.
