@@ -128,14 +128,18 @@ def profile_name(
         row_rule: of exact mode, if it is on.
         has_draft: whether a draft model's session is open beside the target's.
     """
-    facts = [bundle_digest(manifest), version_of_onnxruntime(), provider, runtime.threads, runtime.spinning, row_rule]
+    from edgespec.ort import runtime_version
+
+    facts = [bundle_digest(manifest), runtime_version(), provider, runtime.threads, runtime.spinning, row_rule]
     apart = [runtime.draft_provider] if has_draft and runtime.draft_provider is not None else []
     return profile_key(*facts, has_draft, *apart)
 
 
 def advice_name(manifest: Manifest, provider: str, *, has_draft: bool) -> str:
     """The key of advice."""
-    return profile_key("advice", bundle_digest(manifest), version_of_onnxruntime(), provider, has_draft)
+    from edgespec.ort import runtime_version
+
+    return profile_key("advice", bundle_digest(manifest), runtime_version(), provider, has_draft)
 
 
 def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bool) -> RuntimeParams:
@@ -153,10 +157,3 @@ def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bo
     if threads is None and advice is not None:
         threads = advice.threads
     return replace(runtime, spinning=spinning, threads=threads)
-
-
-def version_of_onnxruntime() -> str:
-    """Version of the package that provides the module."""
-    from edgespec.ort import import_onnxruntime
-
-    return str(import_onnxruntime().__version__)
