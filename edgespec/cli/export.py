@@ -23,7 +23,10 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
 @click.argument("source", type=NamedSource())
 @click.option("-o", "--output", "out", required=True, metavar="DIR", type=NamedPath(), help="Bundle.")
 @click.option(
-    "--draft", metavar="SOURCE", type=NamedSource(), help="Draft model, a source as well, or none.  [default: none]"
+    "--draft",
+    metavar="SOURCE",
+    type=NamedSource(),
+    help="Draft model: a source as well, what `edgespec distill` made, or none.  [default: none]",
 )
 @click.option(
     "--precision", type=_PRECISIONS, help="Of the weights.  [default: auto: int8 below 10^9 of them, int4 above]"
