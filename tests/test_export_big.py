@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edgespec.bundle import read_bundle
+from edgespec.cli.export import summary
 from edgespec.errors import ExportError
 from edgespec.export import export_bundle
 from edgespec.export import options as options_module
@@ -199,11 +200,13 @@ def test_a_large_model_is_checked_in_part_and_exported_whole(
 
 
 def test_target_and_draft_of_the_same_weights_share_their_files(llama: Path, tmp_path: Path) -> None:
-    """The same model in the same precision is stored once."""
+    """The same model in the same precision is stored once, and the command's closing lines say of both the same."""
     report = export_bundle(str(llama), tmp_path / "out", draft=str(llama))
     assert report.manifest.draft == report.manifest.target
     assert not (tmp_path / "out" / "draft").exists()
     assert any("share their files" in line for line in report.warnings)
+    target, draft, *_ = summary(report)
+    assert target.removeprefix("target") == draft.removeprefix("draft")
     read_bundle(tmp_path / "out")
 
 

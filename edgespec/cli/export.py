@@ -60,7 +60,8 @@ def summary(report: ExportReport) -> Iterator[str]:
     manifest, check = report.manifest, report.manifest.check
     yield _model_line("target", manifest.target, check["target"])
     if manifest.draft is not None:
-        yield _model_line("draft", manifest.draft, check["draft"])
+        # Where both are one graph, it was checked once.
+        yield _model_line("draft", manifest.draft, check.get("draft", check["target"]))
         yield pair_line(report)
     yield closing_line(report)
 
