@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from edgespec.distill.corpus import read_corpus
-    from edgespec.distill.store import ANSWER, TEMPLATE, USER, Store, Texts
+    from edgespec.distill.store import ANSWER, TEMPLATE, USER, Store, Texts, write_json
     from edgespec.distill.teacher import Teacher
     from edgespec.distill.turns import Turns, take_apart
 
@@ -140,12 +141,28 @@ def test_files_are_made_once(tmp_path: Path) -> None:
     for wanted in (1, 3):
         store.fill_hidden("read", wanted, (4, 7), lambda tokens: tokens.astype(np.float16), lambda done, most: None)
     np.testing.assert_array_equal(store.hidden("read", 2, (4, 7)), texts.tokens[2:])
-    (tmp_path / "read-00001.npz").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match="delete it"):
-        store.load("read", [1])
+    file = tmp_path / "read-00001.npz"
+    for damaged in (file.read_bytes()[:-100], b"PK"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="delete it"):
+            store.load("read", [1])
     (tmp_path / "hidden-4-7" / "read-00001.npy").write_bytes(b"no")
     with pytest.raises(ConfigError, match="delete it"):
         store.hidden("read", 1, (4, 7))
+
+
+def test_a_document_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed while it writes one goes on from the one before."""
+    file = tmp_path / "about.json"
+    write_json(file, {"seed": 0})
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", kill)
+        write_json(file, {"seed": 1})
+    assert [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [{"seed": 0}]
 
 
 def test_only_permissive_documentation_is_read() -> None:

@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 from edgespec.distill.corpus import read_corpus
 from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
-from edgespec.distill.store import Store, Texts
+from edgespec.distill.store import Store, Texts, write_json
 from edgespec.distill.teacher import Teacher
 from edgespec.distill.turns import take_apart
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
+from edgespec.state import write_atomically
 
 _CORPUS, _PACKAGES = "corpus.npy", "packages.json"
 _WRITTEN_SHARE = 0.7  # of the ranking of tokens: answers look more like answers than documentation does
@@ -151,6 +152,6 @@ def _corpus(
         if stored["wanted"] >= wanted:
             return np.load(file, allow_pickle=False).astype(np.int64), stored["packages"]
     found = read_corpus(tokenizer, end, wanted, seed)
-    np.save(file, found.tokens.astype(np.int32), allow_pickle=False)
-    names.write_text(json.dumps({"wanted": wanted, "packages": found.packages}), encoding="utf-8")
+    write_atomically(file, lambda stream: np.save(stream, found.tokens.astype(np.int32), allow_pickle=False))
+    write_json(names, {"wanted": wanted, "packages": found.packages})
     return found.tokens, found.packages

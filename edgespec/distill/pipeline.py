@@ -22,7 +22,7 @@ from edgespec.distill.loss import HeadMap
 from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
 from edgespec.distill.search import Layers, candidates, search
-from edgespec.distill.store import Store, Texts
+from edgespec.distill.store import Store, Texts, write_json
 from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, make_student
 from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
 from edgespec.distill.train import State, Trainer
@@ -232,7 +232,7 @@ def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, 
 
     best, scores = search(choices, score)
     named = {" ".join(map(str, layers)): value for layers, value in scores.items()}
-    file.write_text(json.dumps({"layers": best, "scores": named}), encoding="utf-8")
+    write_json(file, {"layers": best, "scores": named})
     return best
 
 
@@ -288,7 +288,7 @@ def _machine(work: Path) -> Machine:
         if found.device == "cpu" or torch.cuda.is_available():
             return found
     found = find_machine()
-    file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    write_json(file, asdict(found))
     return found
 
 
@@ -307,7 +307,7 @@ def _data_key(job: _Job) -> dict[str, Any]:
 def _check_same(file: Path, key: dict[str, Any], what: str) -> None:
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != key:
         raise ConfigError(f"{file.parent} has {what}: name another working folder, or delete it")
-    file.write_text(json.dumps(key), encoding="utf-8")
+    write_json(file, key)
 
 
 def _coverage(heads: HeadMap, texts: Texts) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,10 +120,15 @@ class Store:
 
     def _load(self, path: Path) -> Texts:
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
                 return Texts(*(archive[name] for name in _NAMES))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
             raise _damaged(path, error) from error
+
+
+def write_json(path: Path, value: object) -> None:
+    """A small document beside the texts, which appears whole or not at all as well."""
+    write_atomically(path, lambda stream: stream.write(json.dumps(value).encode()))
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
