@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.bundle import MAX_HEAD_DIM, MAX_KV_HEADS
 from edgespec.errors import SessionError
 
 _FLOATS = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -60,8 +61,8 @@ def find_cache_tensors(
         outputs: names.
         types: name -> element type as ONNX Runtime spells it; float32 where it is not said.
     Raises:
-        SessionError: there are none, an output is missing, heads and head size are not numbers, or the elements are
-            no floats that are known.
+        SessionError: there are none, an output is missing, heads and head size are no numbers or larger than in any
+            model, or the elements are no floats that are known.
     """
     tensors = []
     for past, dims in inputs.items():
@@ -71,12 +72,16 @@ def find_cache_tensors(
         present = f"present.{match[1]}.{match[2]}"
         if present not in outputs:
             raise SessionError(f"the graph has the input {past} but not the output {present}")
-        if len(dims) != 4 or not isinstance(dims[1], int) or not isinstance(dims[3], int):
+        if len(dims) != 4 or not (_is_size(dims[1], MAX_KV_HEADS) and _is_size(dims[3], MAX_HEAD_DIM)):
             raise SessionError(f"{past} has the shape {dims}; it must be [1, heads, length, head size]")
         tensors.append(CacheTensor(past, present, dims[1], dims[3], float_type(past, types or {})))
     if not tensors:
         raise SessionError("the graph has no past_key_values inputs: it is not a decoder with a cache")
     return tensors
+
+
+def _is_size(size: Any, most: int) -> bool:
+    return isinstance(size, int) and 1 <= size <= most
 
 
 def float_type(name: str, types: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from edgespec import ort as ort_module
 from edgespec.errors import ConfigError, ContextOverflowError, MissingExtraError, SessionError
 from edgespec.invariance import measure_row_invariance
+from edgespec.kv import find_cache_tensors
 from edgespec.ort import import_onnxruntime
 from edgespec.params import RuntimeParams
 from edgespec.session import DecoderSession, padding
@@ -298,3 +299,10 @@ def test_exactly_one_onnxruntime_package(packages: list[str], message: str, monk
         monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match=message):
         import_onnxruntime()
+
+
+@pytest.mark.parametrize("shape", [[1, 1 << 40, "C", 8], [1, 2, "C", 1 << 40], [1, 0, "C", 8], [1, "H", "C", 8]])
+def test_a_cache_of_impossible_sizes_is_refused(shape: list[object]) -> None:
+    """Before memory is taken for it."""
+    with pytest.raises(SessionError, match=r"must be \[1, heads, length, head size\]"):
+        find_cache_tensors({"past_key_values.0.key": shape}, ["present.0.key"])
