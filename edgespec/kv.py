@@ -99,19 +99,28 @@ def float_type(name: str, types: Mapping[str, str]) -> str:
 class SharedCache:
     """One buffer a tensor, bound once as past and as present; rolling back is telling the graph a smaller length.
 
-    Several sessions may be bound to one cache (`attach`).
+    Several sessions may be bound to one cache, or to some of its tensors (`attach`).
     """
 
     def __init__(self, tensors: list[CacheTensor], device: Device, binding: Any, capacity: int) -> None:
-        self.tensors, self._device, self._bindings = tensors, device, [binding]
+        self.tensors, self._device = tensors, device
+        self._bindings: list[tuple[Any, Sequence[CacheTensor]]] = [(binding, tensors)]
         self.capacity = capacity
         self._buffers = [device.empty(t.shape(capacity), t.dtype) for t in tensors]
         self._bind()
 
-    def attach(self, binding: Any) -> None:
-        """Bind another session's past and present to these buffers, now and whenever they grow."""
-        self._bindings.append(binding)
+    def attach(self, binding: Any, tensors: Sequence[CacheTensor] | None = None) -> None:
+        """Bind another session's past and present to these buffers, now and whenever they grow.
+
+        Args:
+            tensors: those that the session has, by default all.
+        """
+        self._bindings.append((binding, self.tensors if tensors is None else tensors))
         self._bind()
+
+    def detach(self, binding: Any) -> None:
+        """Let go of a session that was attached."""
+        self._bindings = [pair for pair in self._bindings if pair[0] is not binding]
 
     def prepare(self, used: int, total: int) -> None:
         """Make room for `total` tokens, keeping the first `used`. Doubles, so that growing stays cheap."""
@@ -147,10 +156,11 @@ class SharedCache:
         return self._device.put(larger)
 
     def _bind(self) -> None:
-        for binding in self._bindings:
-            for tensor, buffer in zip(self.tensors, self._buffers, strict=True):
-                binding.bind_ortvalue_input(tensor.past, buffer)
-                binding.bind_ortvalue_output(tensor.present, buffer)
+        buffers = dict(zip(self.tensors, self._buffers, strict=True))
+        for binding, tensors in self._bindings:
+            for tensor in tensors:
+                binding.bind_ortvalue_input(tensor.past, buffers[tensor])
+                binding.bind_ortvalue_output(tensor.present, buffers[tensor])
 
 
 class GrowingCache:

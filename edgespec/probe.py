@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgespec.contracts import Scorer
 from edgespec.costs import CostTable
 from edgespec.invariance import probe_tokens
+from edgespec.recurrent import RecurrentSession
 from edgespec.session import DecoderSession
 
 Times: TypeAlias = NDArray[np.float64]
@@ -65,9 +66,13 @@ def measure_pair(
 
     Args:
         rows: of the target's calls. The draft's are `ROWS`; one that reads no text has calls of one row only, at one
-            price.
+            price unless it looks at the target's cache.
     """
-    calls = _Calls(draft, ROWS, pasts) if isinstance(draft, DecoderSession) else _Calls(draft, (1,), pasts[:1])
+    if isinstance(draft, DecoderSession):
+        calls = _Calls(draft, ROWS, pasts)
+    else:
+        is_longer_dearer = isinstance(draft, RecurrentSession) and draft.borrows
+        calls = _Calls(draft, (1,), pasts if is_longer_dearer else pasts[:1])
     tables = _measure([calls, _Calls(target, rows, pasts)], budget_s)
     return tables[1], tables[0]
 

@@ -1,7 +1,8 @@
 """`RecurrentSession`: a draft without a cache that goes on from what its target computed at the last token.
 
 Its first token comes from the target's row of `hidden`, later ones from its own state. So it never has anything to
-read, whatever happened to the text. Source of the idea: EAGLE (Li et al. 2024), Hydra (Ankner et al. 2024).
+read, whatever happened to the text. Source of the idea: EAGLE (Li et al. 2024), Hydra (Ankner et al. 2024). It may
+look back at the text through the target's cache of one layer: GLIDE (Du et al. 2024).
 
 Knows nothing of text or sampling.
 """
@@ -16,15 +17,16 @@ from numpy.typing import NDArray
 
 from edgespec.bundle import MAX_VOCAB, ModelInfo
 from edgespec.contracts import Interrupted, Rows, Tokens
-from edgespec.errors import BundleError, SessionError
+from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head
-from edgespec.kv import float_type
+from edgespec.kv import CacheTensor, SharedCache, find_cache_tensors, float_type
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RuntimeParams
 from edgespec.session import DecoderSession
 
 _INPUTS = {"input_ids", "hidden", "state"}
 _OUTPUTS = {"logits", "next_state"}
+_OWN_CAPACITY = 16  # tokens, at first, of a cache that holds drafted ones only
 
 
 class RecurrentSession:
@@ -32,6 +34,11 @@ class RecurrentSession:
 
     The graph: inputs `input_ids` int64 [1, 1], `hidden` [1, 1, F], `state` [1, 1, H]; outputs `logits` [1, 1, h] and
     `next_state` [1, 1, H]. `state` is 0 at the first token after `sync`, `hidden` at all others.
+
+    A graph with attention has, besides, `past_len` int64 [1], the past and the present of one layer's keys and values.
+    It sees what the target has cached of the text and writes its own entries behind that, where the target overwrites
+    them. Where the target's cache cannot be used (it grows, or has other elements, or another provider runs it), the
+    draft sees nothing but what it drafted, in a cache of its own, which costs acceptance and nothing else.
 
     Args:
         path: of the graph.
@@ -74,7 +81,8 @@ class RecurrentSession:
         self.provider: str = self.session.get_providers()[0]
         values = (*self.session.get_inputs(), *self.session.get_outputs())
         shapes, types = {v.name: v.shape for v in values}, {v.name: v.type for v in values}
-        _check_graph(path, self.session, shapes, target, head)
+        tensors = _find_attention(path, self.session, shapes, types)
+        _check_graph(path, self.session, shapes, target, head, tensors)
         self.vocab_size = int(shapes["logits"][-1])
         target.keep_hidden()
         self._ids = np.zeros((1, 1), np.int64)
@@ -83,12 +91,21 @@ class RecurrentSession:
         self._logits = np.zeros(shapes["logits"], float_type("logits", types))
         self._binding = self.session.io_binding()
         self._bind()
+        self._attention = _Attention(tensors, target, self.provider, self._binding) if tensors else None
         self._num_fed = 0  # since the start
-        self._before: Tokens | None = None  # the text to start from, until the first token is fed
+        self._context: Tokens | None = None  # the text to start from, until the first token is fed
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it looks at the target's cache: a call then costs more the longer the text is."""
+        return self._attention is not None and self._attention.is_borrowed
 
     def sync(self, context: Tokens) -> Tokens:
-        """Start anew after `context`. What is to feed is always its last token."""
-        self._before = context[:-1]
+        """Start anew after `context`. What is to feed is always its last token.
+
+        With attention the target is synced, too, when that is fed: it forgets what is not of this text.
+        """
+        self._context = context
         return context[-1:]
 
     def forward(self, tokens: Tokens, rows: int) -> Rows:
@@ -104,16 +121,18 @@ class RecurrentSession:
         return found
 
     def rewind(self, length: int) -> None:
-        """Start anew from zeros: states before the last are not kept."""
-        self._start(None)
+        """Start anew from zeros: states before the last are not kept. With attention, after `length` tokens."""
+        self._start(None, length)
 
     def pretend(self, length: int) -> None:
-        """As `DecoderSession.pretend`: a call costs the same after any text."""
-        self._start(None)
+        """As `DecoderSession.pretend`. Without attention a call costs the same after any text."""
+        self._start(None, length)
 
     def close(self) -> None:
         """Release the session. Nothing may be called afterwards."""
-        del self._binding, self.session
+        if self._attention is not None:
+            self._attention.cache.detach(self._binding)
+        del self._binding, self._attention, self.session
 
     def fork(self, target: DecoderSession) -> RecurrentSession:
         """A session on the same loaded weights for another target. Both may run at once."""
@@ -140,33 +159,44 @@ class RecurrentSession:
                 f"has none and {found}; export or copy the bundle again"
             )
 
-    def _start(self, row: NDArray[np.float32] | None) -> None:
+    def _start(self, row: NDArray[np.float32] | None, length: int) -> None:
         self._hidden[...] = 0 if row is None else row
         self._state.fill(0)
-        self._num_fed, self._before = 0, None
+        self._num_fed, self._context = 0, None
+        if self._attention is not None:
+            self._attention.start(length)
 
-    def _row(self, before: Tokens) -> NDArray[np.float32] | None:
-        """What the target computed at the last token of `before`."""
-        row = self.target.hidden_after(before)
+    def _row(self, context: Tokens) -> NDArray[np.float32] | None:
+        """What the target computed before the last token of `context`."""
+        before, target = context[:-1], self.target
+        if self.borrows:
+            target.sync(context)  # which compares the text, so that the row need not
+            row = target.last_hidden() if len(target.tokens) == len(before) else None
+        else:
+            row = target.hidden_after(before)
         if row is None and self.reads and len(before):
-            self.target.forward(self.target.sync(before), 1)
-            row = self.target.hidden_after(before)
+            target.forward(target.sync(before), 1)
+            row = target.hidden_after(before)
         return row
 
     def _step(self, token: Any) -> Rows:
-        if self._before is not None:
-            self._start(self._row(self._before))
+        if self._context is not None:
+            self._start(self._row(self._context), len(self.target.tokens))
         elif self._num_fed == 1:
             self._hidden.fill(0)
         self._ids[0, 0] = token
+        if self._attention is not None:
+            self._attention.prepare(self.context_length)
         try:
             self.session.run_with_iobinding(self._binding, self.interrupt and self.interrupt.options)
         except Exception as error:
-            self._start(None)
+            self._start(None, 0)
             if self.interrupt is not None and self.interrupt.is_set():
                 raise Interrupted from error
             raise SessionError(f"ONNX Runtime failed in a call of the draft: {one_line(error)}") from error
         self._num_fed += 1
+        if self._attention is not None:
+            self._attention.past_len += 1
         found: Rows = self._logits[0].astype(np.float32, copy=False)
         return found
 
@@ -181,9 +211,60 @@ class RecurrentSession:
         self._binding.bind_ortvalue_output("logits", host.put(self._logits))
 
 
-def _check_graph(path: Path, session: Any, shapes: dict[str, Any], target: DecoderSession, head: Head | None) -> None:
+class _Attention:
+    """Where a draft looks back: the target's cache of a layer, or else one of its own.
+
+    Attributes:
+        cache: with the two tensors that are bound.
+        is_borrowed: whether it is the target's.
+        past_len: tokens before the one that is fed next, shape (1,).
+    """
+
+    def __init__(self, tensors: list[CacheTensor], target: DecoderSession, provider: str, binding: Any) -> None:
+        found = target.lend(tensors, binding, provider)
+        self.is_borrowed = found is not None
+        self.cache = SharedCache(tensors, OrtDevice(provider), binding, _OWN_CAPACITY) if found is None else found
+        self._target = target
+        self.past_len = np.zeros(1, np.int64)
+        binding.bind_ortvalue_input("past_len", OrtDevice("CPUExecutionProvider").put(self.past_len))
+
+    def start(self, length: int) -> None:
+        """The next token comes after `length` others, of which a cache of its own has none."""
+        self.past_len[0] = length if self.is_borrowed else 0
+
+    def prepare(self, context_length: int) -> None:
+        """Make room for a token, behind everything that the target counts on, whatever that has read since."""
+        past = int(self.past_len[0])
+        if self.is_borrowed and past < len(self._target.tokens):
+            self.past_len[0] = past = len(self._target.tokens)
+        if past >= context_length:
+            raise ContextOverflowError(f"{past + 1} tokens do not fit the draft's context of {context_length}")
+        self.cache.prepare(past, past + 1)
+
+
+def _find_attention(path: Path, session: Any, shapes: dict[str, Any], types: dict[str, str]) -> list[CacheTensor]:
+    """The key and the value that a draft's attention looks at; none where it has no attention."""
+    inputs = {v.name: v.shape for v in session.get_inputs()}
+    if not inputs.keys() >= _INPUTS | {"past_len"}:
+        return []
+    tensors = find_cache_tensors(inputs, [v.name for v in session.get_outputs()], types)
+    if len(tensors) != 2 or shapes["past_len"] != [1]:
+        raise SessionError(f"{path}: the draft's attention must be of one layer, after one `past_len`; export it again")
+    return tensors
+
+
+def _check_graph(
+    path: Path,
+    session: Any,
+    shapes: dict[str, Any],
+    target: DecoderSession,
+    head: Head | None,
+    tensors: list[CacheTensor],
+) -> None:
     inputs, outputs = {v.name for v in session.get_inputs()}, {v.name for v in session.get_outputs()}
-    is_known = inputs == _INPUTS and outputs == _OUTPUTS and shapes["state"] == shapes["next_state"]
+    wanted = _INPUTS | {t.past for t in tensors} | ({"past_len"} if tensors else set())
+    is_known = inputs == wanted and outputs == _OUTPUTS | {t.present for t in tensors}
+    is_known = is_known and shapes["state"] == shapes["next_state"]
     rows = (shapes.get(name, []) for name in ("hidden", "state", "logits"))
     if not is_known or shapes["input_ids"] != [1, 1] or not all(map(_is_row, rows)):
         raise SessionError(f"{path} is no draft without a cache: its inputs and outputs are {shapes}; export it again")

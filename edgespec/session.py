@@ -5,6 +5,7 @@ Knows nothing of text, drafts or sampling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,10 @@ class DecoderSession:
         row = self._hidden.row(length - 1)
         return row if row is not None and np.array_equal(self._tokens[:length], context) else None
 
+    def last_hidden(self) -> NDArray[np.float32] | None:
+        """`hidden_after` of all that is cached, for who knows already what that is."""
+        return None if self._hidden is None else self._hidden.row(self._length - 1)
+
     def pretend(self, length: int) -> None:
         """Behave as if so many tokens were cached, for measuring what calls cost. To be followed by `rewind(0)`.
 
@@ -230,6 +235,24 @@ class DecoderSession:
     def owns_cache(self) -> bool:
         """Whether the cache is this session's and not that of a lender."""
         return self._lender is None
+
+    def lend(self, tensors: Sequence[CacheTensor], binding: Any, provider: str) -> SharedCache | None:
+        """Bind another session's past and present to this one's cache, if that is possible.
+
+        What the borrower writes behind `tokens` is overwritten; before them it must not write.
+
+        Args:
+            tensors: of the borrower's graph.
+            binding: the borrower's.
+            provider: that runs the borrower.
+        Returns:
+            The cache, to make room in and to detach from, or `None` where it has no such tensors or cannot be shared.
+        """
+        cache = self._cache
+        if not isinstance(cache, SharedCache) or self.provider != provider or not set(tensors) <= set(cache.tensors):
+            return None
+        cache.attach(binding, tensors)
+        return cache
 
     def cache_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
         """Name in the graph -> shape of every cache tensor for a text of `length` tokens."""

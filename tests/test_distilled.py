@@ -40,19 +40,24 @@ from tests.export_models import PADDED_VOCAB, save_llama, torch_logits, total_va
 pytestmark = pytest.mark.export
 
 SIZE, WIDTH, HEAD = 64, 96, 120
+KV_HEADS, HEAD_DIM = 2, 16  # of the tiny llama's cache
 RNG = np.random.default_rng(11)
 HEAD_IDS = np.sort(RNG.choice(PADDED_VOCAB, HEAD, replace=False))
 EMBEDDING = RNG.standard_normal((PADDED_VOCAB, SIZE)).astype(np.float32)
 
 
-def make_weights(layers: int = 2, blocks: int = 2) -> dict[str, np.ndarray]:
+def make_weights(layers: int = 2, blocks: int = 2, num_heads: int = 0) -> dict[str, np.ndarray]:
     """Random ones, scaled so that everything matters and nothing explodes."""
     shapes = {"fc": (SIZE, (layers + 1) * SIZE), "mix": (SIZE, 2 * SIZE), "head": (HEAD, SIZE)}
     for i in range(blocks):
         shapes |= {f"blocks.{i}.{name}_proj": (WIDTH, SIZE) for name in ("gate", "up")}
         shapes[f"blocks.{i}.down_proj"] = (SIZE, WIDTH)
+    if num_heads:
+        shapes |= {"attention.q_proj": (num_heads * HEAD_DIM, SIZE), "attention.o_proj": (SIZE, num_heads * HEAD_DIM)}
+        shapes |= {f"attention.{name}_proj": (KV_HEADS * HEAD_DIM, SIZE) for name in "kv"}
     found = {n: RNG.standard_normal(shape) * 1.5 / shape[1] ** 0.5 for n, shape in shapes.items()}
     norms = ["norm", "norm_state", "norm_token", *(f"blocks.{i}.norm" for i in range(blocks))]
+    norms += ["attention.norm"] if num_heads else []
     found |= {name: 1 + 0.2 * RNG.standard_normal(SIZE) for name in norms}
     return {f"{name}.weight": weight.astype(np.float32) for name, weight in found.items()}
 
@@ -62,8 +67,9 @@ def write_draft(folder: Path, source: Source, layers: tuple[int, ...] = (1, 0), 
     about = {"format_version": FORMAT_VERSION, "base": "tiny", "licence": "MIT", "hidden_layers": layers}
     about |= {"vocabulary": vocabulary_digest(source.tokenizer), "hidden_size": SIZE, "intermediate_size": WIDTH}
     about |= {"num_blocks": 2, "rms_norm_eps": 1e-5, "head_size": HEAD, "vocab_size": PADDED_VOCAB}
+    about |= {"attended_layer": None, "num_heads": 0, "num_kv_heads": 0, "head_dim": 0} | changes
     folder.mkdir()
-    write_distilled(folder, about | changes, make_weights(len(layers)), HEAD_IDS)
+    write_distilled(folder, about, make_weights(len(layers), num_heads=about["num_heads"]), HEAD_IDS)
     return folder
 
 
@@ -112,7 +118,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"format_version": 1}, ExportError, "another format version"),
+        ({"format_version": 2}, ExportError, "another format version; distil the draft again"),
         ({"vocabulary": "0" * 64}, IncompatibleDraftError, "distilled from tiny, whose tokens"),
         ({"hidden_size": 32}, IncompatibleDraftError, "an embedding of 264 x 32"),
         ({"vocab_size": 270}, IncompatibleDraftError, "an embedding of 270 x 64"),
@@ -121,6 +127,10 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"head_size": 119}, ExportError, "120 tokens and not 119"),
         ({"rms_norm_eps": "small"}, ExportError, "rms_norm_eps"),
         ({"num_blocks": 1 << 40}, ExportError, "num_blocks"),
+        ({"num_heads": 4}, ExportError, "num_heads is 4"),
+        ({"attended_layer": 0}, ExportError, "num_kv_heads is 0"),
+        ({"attended_layer": 0, "num_kv_heads": 2, "head_dim": 16, "num_heads": 3}, ExportError, "num_heads is 3, whi"),
+        ({"attended_layer": -1}, ExportError, "attended_layer is -1"),
         ({"base": None}, ExportError, "base is missing"),
     ],
 )
@@ -152,7 +162,7 @@ def test_damaged_files_are_refused(source: Source, folder: Path, tmp_path: Path)
 # the step
 
 
-def torch_step(made: Distilled, weights: dict[str, np.ndarray]) -> Any:
+def torch_step(made: Distilled, weights: dict[str, np.ndarray], attention: Any = lambda z: z) -> Any:
     """The definition in torch's own modules: (token, hidden, state) -> (logits, next state)."""
     import torch
     from torch.nn import functional
@@ -166,6 +176,7 @@ def torch_step(made: Distilled, weights: dict[str, np.ndarray]) -> Any:
         x = functional.linear(hidden, w["fc"]) + state
         e = torch.from_numpy(EMBEDDING[token]).double()
         z = functional.linear(torch.cat([norm(x, "norm_state"), norm(e, "norm_token")], -1), w["mix"])
+        z = attention(z)
         for i in range(made.num_blocks):
             y = norm(z, f"blocks.{i}.norm")
             gate = functional.silu(functional.linear(y, w[f"blocks.{i}.gate_proj"]))

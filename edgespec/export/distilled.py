@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.bundle import MAX_LAYERS, MAX_VOCAB
+from edgespec.bundle import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_VOCAB
 from edgespec.errors import BundleError, ExportError, IncompatibleDraftError
 from edgespec.export.quantize import Blocks, dequantize_blocks, quantize_blocks
 from edgespec.export.source import Source
@@ -26,7 +26,7 @@ from edgespec.fields import Fields
 from edgespec.head import read_head
 
 MARK = "edgespec_draft"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEAD_IDS = "head_ids.npy"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -58,6 +58,8 @@ class Distilled:
         head_size: tokens that it can draft.
         vocab_size: rows of the target's embedding.
         head_ids: those tokens, ascending, shape (head_size,).
+        attended_layer: of the target, whose keys and values the draft's attention looks at; None where it has none.
+        num_heads, num_kv_heads, head_dim: of that attention, 0 where there is none. The last two are the layer's.
     """
 
     folder: Path
@@ -71,6 +73,10 @@ class Distilled:
     head_size: int
     vocab_size: int
     head_ids: NDArray[np.int64]
+    attended_layer: int | None = None
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def name(self) -> str:
@@ -97,6 +103,11 @@ class Distilled:
         block = {"norm": (size,), "gate_proj": (width, size), "up_proj": (width, size), "down_proj": (size, width)}
         found: dict[str, tuple[int, ...]] = {"fc": (size, self.num_features), "norm_state": (size,)}
         found |= {"norm_token": (size,), "mix": (size, 2 * size)}
+        if self.attended_layer is not None:
+            queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            attention = {"norm": (size,), "q_proj": (queries, size), "k_proj": (keys, size), "v_proj": (keys, size)}
+            attention["o_proj"] = (size, queries)
+            found |= {f"attention.{name}": shape for name, shape in attention.items()}
         found |= {f"blocks.{i}.{name}": shape for i in range(self.num_blocks) for name, shape in block.items()}
         found |= {"norm": (size,), "head": (self.head_size, size)}
         return {f"{name}.weight": shape for name, shape in found.items()}
@@ -213,6 +224,7 @@ def _distilled(folder: Path, about: Fields) -> Distilled:
     ids = read_head(folder / HEAD_IDS, vocab_size).ids
     if len(ids) != head_size:
         raise BundleError(f"{HEAD_IDS} has {len(ids)} tokens and not {head_size}")
+    layer, heads = _attention(about)
     return Distilled(
         folder=folder,
         base=about.text("base"),
@@ -225,7 +237,23 @@ def _distilled(folder: Path, about: Fields) -> Distilled:
         head_size=head_size,
         vocab_size=vocab_size,
         head_ids=ids,
+        attended_layer=layer,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
     )
+
+
+def _attention(about: Fields) -> tuple[int | None, tuple[int, int, int]]:
+    """The attended layer, and heads, key/value heads and head size; no layer and zeros where there is no attention."""
+    most = int(about.has("attended_layer"))
+    layer = about.count("attended_layer", MAX_LAYERS, least=0) if most else None
+    kv_heads = about.count("num_kv_heads", most * MAX_KV_HEADS, least=most)
+    heads = about.count("num_heads", most * MAX_VOCAB, least=most)
+    head_dim = about.count("head_dim", most * MAX_HEAD_DIM, least=most)
+    if most and heads % kv_heads:
+        raise BundleError(f"num_heads is {heads}, which {kv_heads} key/value heads cannot be shared by")
+    return layer, (heads, kv_heads, head_dim)
 
 
 def _read_weights(folder: Path) -> Weights:

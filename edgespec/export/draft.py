@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgespec.contracts import Rows, Tokens
 from edgespec.errors import ExportError
 from edgespec.export.check import LIMITS, Limits, distribution, total_variation
 from edgespec.export.distilled import HEAD_IDS, Distilled, Weights
+from edgespec.export.draft_attention import Rotary, Seen, read_rotary
 from edgespec.export.draft_graph import build_draft, compute_step, read_embedding
 from edgespec.export.graph import halve_graph, quantize_graph
 from edgespec.export.options import resolve_precision
@@ -32,6 +34,16 @@ ROLE = "draft"
 _STEP = "the draft"
 _READ = 64  # rows of a call while the target reads the text
 _TIMED = 30
+
+
+def check_target(made: Distilled, graph: Graph) -> None:
+    """Refuse a target that the draft cannot go on from, before more is done with it.
+
+    Raises:
+        ExportError, IncompatibleDraftError: it has another embedding, or other attention than the draft needs.
+    """
+    read_embedding(graph.path, made, graph.source.name)
+    read_rotary(graph.path, made, graph.source.name)
 
 
 def make_draft(job: Job, made: Distilled, graph: Graph, target: Made) -> Made:
@@ -56,14 +68,20 @@ def _make(job: Job, made: Distilled, graph: Graph, target: Made) -> dict[str, An
     job.progress.step(f"building {made.name}")
     weights = made.read_weights()
     embedding = read_embedding(graph.path, made, graph.source.name)
-    plain = build_draft(made, weights, embedding, job.folder("draft-fp32"))
+    rotary = read_rotary(graph.path, made, graph.source.name)
+    plain = build_draft(made, weights, embedding, job.folder("draft-fp32"), rotary)
     folder = job.space.bundle / ROLE
     shutil.rmtree(folder, ignore_errors=True)
     precision, block = resolve_precision(job.plan.draft_precision, job.plan.draft_block_size, made.num_parameters)
     path, check = _round(job, plain, folder, precision, block)
     shutil.copyfile(made.folder / HEAD_IDS, folder / HEAD_IDS)
     job.progress.step(f"checking the draft in {precision}")
-    pair = _Pair(job.space.bundle / target.info.path, graph, made, weights, embedding)
+    if rotary is not None and (precision == "fp16") != (target.info.precision == "fp16"):
+        job.warn(
+            f"{made.name} in {precision} cannot look at the cache of a target in {target.info.precision}, so it is "
+            "accepted less often: choose fp16 for both or for neither"
+        )
+    pair = _Pair(job.space.bundle / target.info.path, graph, made, weights, embedding, rotary)
     check["draft_fp32"] = pair.check(plain, "fp32", target.rows).as_dict()
     figures = pair.check(path, precision, target.rows)
     check |= {ROLE: figures.as_dict(), "draft_steps": pair.measure(path), "pair_overlap": figures.overlap}
@@ -133,10 +151,16 @@ class _Pair:
     """A finished target and the draft's weights."""
 
     def __init__(
-        self, target: Path, graph: Graph, made: Distilled, weights: Weights, embedding: ir.TensorProtocol
+        self,
+        target: Path,
+        graph: Graph,
+        made: Distilled,
+        weights: Weights,
+        embedding: ir.TensorProtocol,
+        rotary: Rotary | None,
     ) -> None:
         self.target, self.context_length, self.tokens = target, graph.context_length, graph.reference.tokens
-        self.made, self.weights = made, weights
+        self.made, self.weights, self.rotary = made, weights, rotary
         self.embedding = np.asarray(embedding.numpy()[self.tokens], np.float32)
 
     def check(self, path: Path, precision: str, rows_file: Path) -> DraftFigures:
@@ -170,15 +194,16 @@ class _Pair:
         return figures
 
     def measure(self, path: Path) -> dict[str, Any]:
-        """Milliseconds of a step: the median, on this machine."""
+        """Milliseconds of a step: the median, on this machine. With attention, after half of the check text."""
         with ExitStack() as stack:
             _, draft = self._open(stack, path)
-            seconds = []
+            past, seconds = len(self.tokens) // 2 if draft.borrows else 0, []
+            draft.pretend(past)
             for token in self.tokens[:_TIMED]:
                 started = time.perf_counter()
                 draft.forward(np.array([token]), 1)
                 seconds.append(time.perf_counter() - started)
-        return {"past": 0, "ms": {"1": float(np.median(seconds[1:]) * 1e3)}}
+        return {"past": past, "ms": {"1": float(np.median(seconds[1:]) * 1e3)}}
 
     def _open(self, stack: ExitStack, path: Path) -> tuple[DecoderSession, RecurrentSession]:
         length, runtime = self.context_length, RuntimeParams()
@@ -195,23 +220,35 @@ class _Pair:
             target, draft = self._open(stack, path)
             for start in range(0, len(self.tokens) - 2, _READ):
                 places = np.arange(start, min(start + _READ, len(self.tokens) - 2))
-                target.forward(self.tokens[start : start + len(places)], len(places))
-                expected = self._expected(target, places)
-                for i, place in enumerate(places):
+                target.forward(target.sync(self.tokens[: places[-1] + 1]), len(places))
+                expected = self._expected(target, draft, places)
+                # Backwards, as a draft that looks at the target's cache takes from it what is not of its text.
+                for i, place in reversed(list(enumerate(places))):
                     pending = draft.sync(self.tokens[: place + 2])
                     first = draft.forward(pending, 1)[0].copy()
                     second = draft.forward(self.tokens[place + 2 : place + 3], 1)[0].copy()
                     both = expected[0][i], expected[1][i]
                     yield _Row((first, second), both, logits[place + 1], int(self.tokens[place + 2]))
 
-    def _expected(self, target: DecoderSession, places: Tokens) -> tuple[Rows, Rows]:
+    def _expected(self, target: DecoderSession, draft: RecurrentSession, places: Tokens) -> tuple[Rows, Rows]:
         rows = [target.hidden_after(self.tokens[: place + 1]) for place in places]
         hidden = np.stack([row for row in rows if row is not None])
         assert len(hidden) == len(places), "every row of a call is kept"
         nothing = np.zeros((len(places), self.made.hidden_size), np.float32)
-        first, state = compute_step(self.made, self.weights, self.embedding[places + 1], hidden, nothing)
-        second, _ = compute_step(self.made, self.weights, self.embedding[places + 2], np.zeros_like(hidden), state)
+        step = partial(compute_step, self.made, self.weights)
+        first, state, seen = step(self.embedding[places + 1], hidden, nothing, self._seen(target, draft, places))
+        second, _, _ = step(self.embedding[places + 2], np.zeros_like(hidden), state, seen)
         return first, second
+
+    def _seen(self, target: DecoderSession, draft: RecurrentSession, places: Tokens) -> Seen | None:
+        """What the first step after each place sees; nothing where the target's cache cannot be used."""
+        if self.rotary is None:
+            return None
+        cache = target.read_cache()
+        names = [f"past_key_values.{self.made.attended_layer}.{kind}" for kind in ("key", "value")]
+        keys, values = (cache[name][0].astype(np.float32) for name in names)
+        lengths = places + 1 if draft.borrows else np.zeros_like(places)
+        return Seen(self.rotary, keys, values, lengths)
 
 
 def _enforce(figures: DraftFigures, limits: Limits) -> None:

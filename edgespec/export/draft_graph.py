@@ -1,12 +1,13 @@
 """What a distilled draft computes: one step of it, as an ONNX graph and, for checking, in NumPy.
 
 A step takes a token, and what the target computed when it chose that token (at the first step) or the state that the
-step before left (at later ones): `x = fc(hidden) + state`, then `z = mix([norm(x), norm(embedding)])`, gated MLPs
-beside it, and the head. `z` is the next state.
+step before left (at later ones): `x = fc(hidden) + state`, then `z = mix([norm(x), norm(embedding)])`, perhaps
+attention beside it, gated MLPs beside that, and the head. `z` is the next state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from edgespec.export.convert import OPSET
 from edgespec.export.distilled import Distilled, Weights, other_target
-from edgespec.export.fuse.build import Builder
+from edgespec.export.draft_attention import Rotary, Seen, attend
+from edgespec.export.fuse.build import MICROSOFT, Builder
 from edgespec.export.quantize import find_embedding
 from edgespec.export.write import save_graph
 
 Floats = NDArray[np.float32]
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def read_embedding(path: Path, made: Distilled, name: str) -> ir.TensorProtocol:
@@ -40,16 +43,21 @@ def read_embedding(path: Path, made: Distilled, name: str) -> ir.TensorProtocol:
     return table
 
 
-def build_draft(made: Distilled, weights: Weights, embedding: ir.TensorProtocol, folder: Path) -> Path:
+def build_draft(
+    made: Distilled, weights: Weights, embedding: ir.TensorProtocol, folder: Path, rotary: Rotary | None = None
+) -> Path:
     """Write the float32 graph of a step.
 
     Args:
         weights: by name.
         embedding: shape (vocab_size, hidden_size).
         folder: for the graph.
+        rotary: of the attended layer, where there is attention.
     Returns:
         The graph's path: inputs `input_ids` int64 [1, 1], `hidden` [1, 1, F], `state` [1, 1, H]; outputs `logits`
-        [1, 1, head_size], `next_state` [1, 1, H].
+        [1, 1, head_size], `next_state` [1, 1, H]. With attention to layer L also inputs `past_len` int64 [1],
+        `past_key_values.L.key` and `.value` [1, kv, capacity, head_dim]; outputs `present.L.key` and `.value`, to be
+        bound to the same buffers.
     """
     size = made.hidden_size
     graph = ir.Graph(
@@ -61,7 +69,7 @@ def build_draft(made: Distilled, weights: Weights, embedding: ir.TensorProtocol,
         [],
         nodes=[],
         name="draft",
-        opset_imports={"": OPSET},
+        opset_imports={"": OPSET, MICROSOFT: 1},
     )
     step = _Step(made, weights, graph)
     ids, hidden, state = graph.inputs
@@ -72,12 +80,16 @@ def build_draft(made: Distilled, weights: Weights, embedding: ir.TensorProtocol,
     start = step.builder.op("Add", [step.product(hidden, "fc"), state], "start")
     both = step.builder.op("Concat", [step.norm(start, "norm_state"), step.norm(token, "norm_token")], "both", axis=-1)
     z = step.product(both, "mix")
+    presents: list[ir.Value] = []
+    if rotary is not None:
+        z, presents = step.attention(z, rotary)
     for i in range(made.num_blocks):
         z = step.block(z, f"blocks.{i}")
     logits = step.product(step.norm(z, "norm"), "head")
     for value, name, width in ((logits, "logits", made.head_size), (z, "next_state", size)):
         value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, 1, width])
         graph.outputs.append(value)
+    graph.outputs.extend(presents)
     return save_graph(ir.Model(graph, ir_version=10, producer_name="edgespec"), folder)
 
 
@@ -85,10 +97,12 @@ class _Step:
     """The verbs of a step, on one graph."""
 
     def __init__(self, made: Distilled, weights: Weights, graph: ir.Graph) -> None:
-        self.made, self.weights, self.builder = made, weights, Builder(graph)
+        self.made, self.weights, self.graph, self.builder = made, weights, graph, Builder(graph)
 
-    def product(self, value: ir.Value, name: str) -> ir.Value:
-        weight = np.ascontiguousarray(self.weights[f"{name}.weight"].T)
+    def product(self, value: ir.Value, name: str, *parts: str) -> ir.Value:
+        """With the weight `name`, or with all of `parts`, side by side."""
+        stacked = np.concatenate([self.weights[f"{part}.weight"] for part in parts or (name,)])
+        weight = np.ascontiguousarray(stacked.T)
         return self.builder.op("MatMul", [value, self.builder.constant(weight, f"{name}.weight")], name)
 
     def norm(self, value: ir.Value, name: str) -> ir.Value:
@@ -103,22 +117,57 @@ class _Step:
         product = self.product(self.builder.op("Mul", [gated, up], f"{name}.gated"), f"{name}.down_proj")
         return self.builder.op("Add", [value, product], f"{name}.sum")
 
+    def attention(self, value: ir.Value, rotary: Rotary) -> tuple[ir.Value, list[ir.Value]]:
+        """The operator that the target has, on the cache of one of its layers; the new value and the presents.
 
-def _value(name: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        A call has one token, so the number of tokens before it is the operator's `seqlens_k`, total - 1.
+        """
+        made, builder = self.made, self.builder
+        names = [f"{made.attended_layer}.{kind}" for kind in ("key", "value")]
+        shape: list[int | str] = [1, made.num_kv_heads, "capacity", made.head_dim]
+        past_len = _value("past_len", ir.DataType.INT64, [1])
+        pasts = [_value(f"past_key_values.{name}", ir.DataType.FLOAT, shape) for name in names]
+        self.graph.inputs.extend([past_len, *pasts])
+        parts = [f"attention.{name}" for name in _PROJECTIONS]
+        qkv = self.product(self.norm(value, "attention.norm"), "attention.qkv", *parts)
+        last = builder.op("Cast", [past_len], "attention.last", to=ir.DataType.INT32.value)
+        total = builder.op("Add", [last, builder.constant(np.ones(1, np.int32), "one")], "attention.total")
+        tables = [builder.constant(rotary.cos, "rope.cos"), builder.constant(rotary.sin, "rope.sin")]
+        node = builder.node(
+            "GroupQueryAttention",
+            [qkv, None, None, *pasts, last, total, *tables],
+            "attention",
+            domain=MICROSOFT,
+            num_outputs=3,
+            num_heads=made.num_heads,
+            kv_num_heads=made.num_kv_heads,
+            scale=float(made.head_dim**-0.5),
+            do_rotary=1,
+            rotary_interleaved=int(rotary.interleaved),
+        )
+        for name, present in zip(names, node.outputs[1:], strict=True):
+            present.name, present.type = f"present.{name}", ir.TensorType(ir.DataType.FLOAT)
+            present.shape = ir.Shape(shape)
+        product = self.product(node.outputs[0], "attention.o_proj")
+        return builder.op("Add", [value, product], "attention.sum"), list(node.outputs[1:])
+
+
+def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 def compute_step(
-    made: Distilled, weights: Weights, token: Floats, hidden: Floats, state: Floats
-) -> tuple[Floats, Floats]:
+    made: Distilled, weights: Weights, token: Floats, hidden: Floats, state: Floats, seen: Seen | None = None
+) -> tuple[Floats, Floats, Seen | None]:
     """The same in NumPy, for many rows at once.
 
     Args:
         token: embeddings of the tokens, shape (n, H).
         hidden: of the target, shape (n, F).
         state: shape (n, H).
+        seen: by attention, where there is any.
     Returns:
-        Logits (n, head_size) and next states (n, H).
+        Logits (n, head_size), next states (n, H), and what attention sees at the next step.
     """
 
     def product(rows: Floats, name: str) -> Floats:
@@ -132,8 +181,13 @@ def compute_step(
 
     start = product(hidden, "fc") + state
     z = product(np.concatenate([norm(start, "norm_state"), norm(token, "norm_token")], -1), "mix")
+    if seen is not None:
+        inner = norm(z, "attention.norm")
+        q, k, v = (product(inner, f"attention.{name}").reshape(len(z), -1, made.head_dim) for name in _PROJECTIONS)
+        found, seen = attend(seen, q, k, v)
+        z = z + product(found, "attention.o_proj")
     for name in (f"blocks.{i}" for i in range(made.num_blocks)):
         inner = norm(z, f"{name}.norm")
         gate = product(inner, f"{name}.gate_proj")
         z = z + product(gate / (1 + np.exp(-gate)) * product(inner, f"{name}.up_proj"), f"{name}.down_proj")
-    return product(norm(z, "norm"), "head"), z
+    return product(norm(z, "norm"), "head"), z, seen

@@ -16,7 +16,7 @@ from edgespec.bundle import Manifest, ModelInfo, list_files
 from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
 from edgespec.export.distilled import Distilled, find_distilled, read_distilled
-from edgespec.export.draft import make_draft
+from edgespec.export.draft import check_target, make_draft
 from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import compare_sources
 from edgespec.export.progress import Progress, SilentProgress
@@ -130,6 +130,8 @@ def _build(job: Job) -> Manifest:
     sources = _fetch_all(job)
     layers = sources.draft.hidden_layers if isinstance(sources.draft, Distilled) else None
     graph = prepare(job, sources.target, "target", layers)
+    if isinstance(sources.draft, Distilled):
+        check_target(sources.draft, graph)
     target = finish(job, graph, "target", plan.precision, plan.block_size)
     draft: Made | None = None
     check = dict(target.check)
