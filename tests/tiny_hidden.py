@@ -2,6 +2,9 @@
 
 `hidden` is (state, position): the state that `reference_logits` looks its row up by. The draft computes the next state
 as the target would and looks it up in a table of its own: it is right half of the time if it starts rightly.
+
+A draft that `attends` computes the state once more, from the target's cache, and is right only if both are the same.
+What it writes there has a wrong number in the channel that the target reads, and the right one in its own.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from edgespec.bundle import ModelInfo, list_files, write_manifest
-from tests.tiny import MODULUS, VOCAB, TinyModel, half_right, make_tiny_bundle, tiny_info, tiny_model
+from tests.tiny import MODULUS, VOCAB, WIDTH, TinyModel, half_right, make_tiny_bundle, tiny_info, tiny_model
 
 EOS_BONUS = 272
 HEAD_IDS = np.array([i for i in range(VOCAB) if i % 7], np.int64)  # not all tokens
@@ -45,17 +48,25 @@ def target_hidden(model: TinyModel, context: np.ndarray) -> np.ndarray:
     return np.array([state, len(context) - 1], np.float32)
 
 
-def draft_logits(model: TinyModel, table: np.ndarray, start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The draft's row after `tokens`, the first of which follows the target's `start`: from the definition."""
+def draft_logits(
+    model: TinyModel, table: np.ndarray, start: np.ndarray, tokens: np.ndarray, seen: np.ndarray | None = None
+) -> np.ndarray:
+    """The draft's row after `tokens`, the first of which follows the target's `start`: from the definition.
+
+    Args:
+        seen: tokens in the cache before them, for a draft that attends.
+    """
     state, position = int(start[0]), int(start[1])
     for token in tokens:
         position += 1
         state = (state + (position % 11 + 1) * model.key[token] + (position % 7 + 1) * model.value[token]) % MODULUS
+    if seen is not None:
+        state = int(2 * target_hidden(model, np.concatenate([seen, tokens]))[0] - state) % MODULUS
     return table[state][HEAD_IDS]
 
 
-def save_draft(model: TinyModel, table: np.ndarray, path: Path) -> None:
-    """Write the draft's graph."""
+def save_draft(model: TinyModel, table: np.ndarray, path: Path, *, attends: bool = False, width: int = WIDTH) -> None:
+    """Write the draft's graph. `width` is of the cache that it attends to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {
         "key_table": model.key.astype(np.float32),
@@ -70,10 +81,7 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path) -> None:
         "row_shape": np.array([1, 1], np.int64),
         "column_shape": np.array([1, 1, 1], np.int64),
     }
-
-    def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
-        return helper.make_node(op, inputs.split(), [output], name=output, **attributes)
-
+    node = _node
     nodes = [
         node("Add", "hidden state", "start"),
         node("Gather", "start first", "before", axis=2),
@@ -93,7 +101,8 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path) -> None:
         node("Add", "partly value_part", "sum"),
         node("Mod", "sum modulus", "next", fmod=1),
         node("Concat", "next position", "next_state", axis=2),
-        node("Cast", "next", "index_3d", to=TensorProto.INT64),
+        *(_attention_nodes(arrays, model, width) if attends else [node("Identity", "next", "chosen")]),
+        node("Cast", "chosen", "index_3d", to=TensorProto.INT64),
         node("Reshape", "index_3d row_shape", "index"),
         node("Gather", "table index", "logits"),
     ]
@@ -104,11 +113,62 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path) -> None:
         value("logits", TensorProto.FLOAT, [1, 1, len(HEAD_IDS)]),
         value("next_state", TensorProto.FLOAT, [1, 1, 2]),
     ]
+    if attends:
+        inputs.append(value("past_len", TensorProto.INT64, [1]))
+        shape = [1, 1, "C", width]
+        inputs += [value(f"past_key_values.0.{name}", TensorProto.FLOAT, shape) for name in ("key", "value")]
+        outputs += [value(f"present.0.{name}", TensorProto.FLOAT, shape) for name in ("key", "value")]
     initializers = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
     graph = helper.make_graph(nodes, "draft", inputs, outputs, initializers)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     onnx.checker.check_model(made)
     onnx.save(made, str(path))
+
+
+def _node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
+    return helper.make_node(op, inputs.split(), [output], name=output, **attributes)
+
+
+def _attention_nodes(arrays: dict[str, np.ndarray], model: TinyModel, width: int) -> list[onnx.NodeProto]:
+    """From `next` to `chosen`; `arrays` gets the constants."""
+    arrays |= {"place": np.zeros(2, np.int64), "start_i": np.array(0, np.int64), "step_i": np.array(1, np.int64)}
+    arrays |= {"eleven_i": np.array(11, np.int64), "seven_i": np.array(7, np.int64), "nothing": np.array(0, np.float32)}
+    arrays |= {"place_shape": np.array([1, 3], np.int64), "flat_shape": np.array([-1], np.int64)}
+    arrays |= {"entry_shape": np.array([1, width], np.int64), "two": np.array(2, np.float32)}
+    nodes = [
+        _node("Concat", "place past_len", "place_flat", axis=0),
+        _node("Reshape", "place_flat place_shape", "place_index"),
+        _node("Shape", "past_key_values.0.key", "capacity_v", start=2, end=3),
+        _node("Squeeze", "capacity_v", "capacity"),
+        _node("Range", "start_i capacity step_i", "j"),
+        _node("LessOrEqual", "j past_len", "is_seen"),
+    ]
+    for name, numbers, period in (("key", model.key, "eleven_i"), ("value", model.value, "seven_i")):
+        entries = np.repeat(numbers[:, None], width, 1).astype(np.float32)
+        entries[:, 0] += 100  # which the target must never see
+        arrays[f"{name}_entries"] = entries
+        nodes += [
+            _node("Gather", f"{name}_entries input_ids", f"{name}_entry_3d"),
+            _node("Reshape", f"{name}_entry_3d entry_shape", f"{name}_entry"),
+            _node("ScatterND", f"past_key_values.0.{name} place_index {name}_entry", f"present.0.{name}"),
+            _node("Gather", f"present.0.{name} step_i", f"{name}_cached_3d", axis=3),
+            _node("Reshape", f"{name}_cached_3d flat_shape", f"{name}_cached"),
+            _node("Mod", f"j {period}", f"{name}_j_mod"),
+            _node("Add", f"{name}_j_mod step_i", f"{name}_j_weight_i"),
+            _node("Cast", f"{name}_j_weight_i", f"{name}_j_weight", to=TensorProto.FLOAT),
+            _node("Mul", f"{name}_cached {name}_j_weight", f"{name}_terms"),
+        ]
+    return [
+        *nodes,
+        _node("Add", "key_terms value_terms", "all_terms"),
+        _node("Where", "is_seen all_terms nothing", "seen_terms"),
+        _node("ReduceSum", "seen_terms", "cache_sum", keepdims=0),
+        _node("Mod", "cache_sum modulus", "cache_state", fmod=1),
+        _node("Mul", "cache_state two", "twice"),
+        _node("Sub", "twice next", "difference"),
+        _node("Add", "difference modulus", "positive"),
+        _node("Mod", "positive modulus", "chosen", fmod=1),
+    ]
 
 
 def draft_info(**changes: object) -> ModelInfo:
@@ -118,12 +178,14 @@ def draft_info(**changes: object) -> ModelInfo:
     return replace(info, **changes)  # type: ignore[arg-type]
 
 
-def make_hidden_bundle(folder: Path, *, shared: bool = True, **changes: object) -> Path:
+def make_hidden_bundle(
+    folder: Path, *, shared: bool = True, attends: bool = False, width: int = WIDTH, **changes: object
+) -> Path:
     """A bundle of the tiny target and the draft without a cache. `changes` are of the draft's `ModelInfo`."""
     make_tiny_bundle(folder, shared=shared, eos_bonus=EOS_BONUS)
     model = tiny_model(eos_bonus=EOS_BONUS)
     add_hidden(folder / "target" / "model.onnx")
-    save_draft(model, half_right(model).table, folder / "draft" / "model.onnx")
+    save_draft(model, half_right(model).table, folder / "draft" / "model.onnx", attends=attends, width=width)
     np.save(folder / "draft" / "head_ids.npy", HEAD_IDS.astype(np.int32))
     manifest = read_bundle_unchecked(folder)
     target = replace(manifest.target, hidden_layers=(0,))
