@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ with warnings.catch_warnings():
     from edgespec.distill.loss import HeadMap, agreement, distance, survival
     from edgespec.distill.options import Settings
     from edgespec.distill.places import Places
-    from edgespec.distill.search import candidates
-    from edgespec.distill.store import TEMPLATE, Texts
-    from edgespec.distill.student import HiddenDraft, draft_shape, make_student
+    from edgespec.distill.search import candidates, induction_scores
+    from edgespec.distill.store import TEMPLATE, Layers, Seen, Texts
+    from edgespec.distill.student import HiddenDraft, Memory, draft_shape, make_student
     from edgespec.distill.teacher import Teacher
     from edgespec.distill.train import Trainer
     from edgespec.distill.turns import take_apart
@@ -27,9 +28,11 @@ with warnings.catch_warnings():
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
-from tests.tiny_distill import CPU, SMALL, make_source, make_teacher, random_texts
+from tests.tiny_distill import CPU, SMALL, make_source, make_teacher, random_texts, rotated
 
 pytestmark = pytest.mark.export
+
+_ONE = Layers((1,))
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +89,18 @@ class _Known:
     def read(self, hidden: object) -> object:
         return hidden
 
-    def __call__(self, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, state: torch.Tensor, tokens: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
         row, t = state.long().numpy().T
         np.testing.assert_array_equal(tokens, self.texts.tokens[row, t + 1])
         return state + torch.tensor([0.0, 1.0]), torch.from_numpy(self.logits[row, t + 1])
 
 
 def known_places(texts: Texts, depth: int) -> Places:
-    """Places whose hidden states are row and position."""
+    """Places whose hidden states are row and position, as are the keys; values are 100 more."""
     rows, columns = np.indices(texts.tokens.shape)
-    return Places([texts], [np.stack([rows, columns], -1).astype(np.float16)], depth)
+    hidden = np.stack([rows, columns], -1).astype(np.float16)
+    keys = np.stack([hidden, hidden + 100], 2)[:, :, :, None]
+    return Places([texts], [Seen(hidden, keys)], depth)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -132,9 +137,9 @@ def test_places_are_all_that_somebody_chose() -> None:
     places = known_places(texts, 2)
     expected = [(row, t) for row in range(2) for t in range(9 - 1 - 2) if (row, t + 2) != (0, 4)]
     assert [(row, t) for _, row, t in places.index.tolist()] == expected
-    numbers = np.array([7, 0, 7, 3])
+    numbers = np.array([[7, 7, 9], [0, 2, 1]])
     batch = places.batch(numbers, HeadMap(np.arange(40), 40), "cpu")
-    for i, number in enumerate(numbers):
+    for i, number in enumerate(numbers.ravel()):
         row, t = expected[number]
         assert batch.hidden[i].tolist() == [row, t]
         np.testing.assert_array_equal(batch.tokens[i], texts.tokens[row, t + 1 : t + 3])
@@ -142,65 +147,162 @@ def test_places_are_all_that_somebody_chose() -> None:
             np.testing.assert_array_equal(batch.wanted[depth].columns[i], texts.ids[row, t + 1 + depth])
             assert batch.wanted[depth].next_columns[i] == texts.tokens[row, t + 2 + depth]
             assert batch.counts[i, depth] == (texts.kinds[row, t + 2 + depth] != TEMPLATE)
+    memory = batch.memory
+    assert memory is not None
+    assert memory.positions.tolist() == [[expected[n][1] for n in line] for line in numbers]
+    length = int(memory.positions.max()) + 1
+    for line, row in enumerate((1, 0)):
+        assert memory.keys[line, 0].tolist() == [[row, t] for t in range(length)]
+        assert memory.values[line, 0].tolist() == [[row + 100, t + 100] for t in range(length)]
+    first = memory.first(1)
+    assert (first.keys.shape[0], first.positions.shape[0]) == (1, 1)
+
+
+def test_drawn_places_share_their_row() -> None:
+    """Each line of a draw is of one row of a text, every place can come, and rows come as often as they have places."""
+    texts, _ = random_texts(num_rows=3, length=20)
+    texts.kinds[0, 5:] = TEMPLATE
+    places = known_places(texts, 2)
+    drawn = places.draw(np.random.default_rng(0), 3000, 4)
+    rows = places.index[drawn][..., 1]
+    assert (rows == rows[:, :1]).all()
+    assert set(drawn.ravel()) == set(range(len(places)))
+    shares = np.bincount(places.index[:, 1]) / len(places)
+    np.testing.assert_allclose(np.bincount(rows[:, 0]) / 3000, shares, atol=0.03)
+    lines = places.by_row(np.array([0, 2, len(places) - 1]))
+    assert [line.tolist() for line in lines] == [[0, 2], [], [len(places) - 1]]
 
 
 def test_cheap_drafters_are_no_match(teacher: Teacher, source: Source) -> None:
     """A table of bigrams agrees with some of a random model's text, and not with most of it."""
     turns = take_apart(source, tiny_tokenizer())
-    texts = teacher.write(turns, [[70, 71, 72]], seed=[0, 0])
-    assert 0 < baselines(texts, teacher.write(turns, [[70]], seed=[0, 1]))["bigram"] < 0.7
+    texts = teacher.write(turns, [[70, 71, 72], None] * 3, 96, seed=[0, 0])
+    assert 0 < baselines(texts, teacher.write(turns, [[70], None] * 3, 96, seed=[0, 1]))["bigram"] < 0.7
 
 
-def make_draft(teacher: Teacher, head_ids: np.ndarray, width: int = 96) -> HiddenDraft:
+def make_draft(teacher: Teacher, head_ids: np.ndarray, width: int = 96, layers: Layers = _ONE) -> HiddenDraft:
     torch.manual_seed(0)
-    shape = draft_shape(teacher.model.config, (1,), 1, width, len(head_ids))
+    shape = draft_shape(teacher.model.config, layers, 1, width, len(head_ids))
     return make_student(teacher.model, shape, head_ids)
 
 
-def test_a_step_is_its_definition(teacher: Teacher) -> None:
-    """Two steps written out in NumPy; the embedding is the target's and no part of what is stored."""
+@pytest.mark.parametrize("attended", [None, 0])
+def test_a_step_is_its_definition(teacher: Teacher, attended: int | None) -> None:
+    """Two steps from two places of one text, written out in NumPy one by one; the embedding is the target's and no part
+    of what is stored."""
     head = np.array([3, 5, 200])
-    draft = make_draft(teacher, head, 40)
+    draft = make_draft(teacher, head, 40, Layers((1,), attended))
     with torch.no_grad():
         draft.blocks[0].down_proj.weight.normal_()
-    w = {name: value.detach().double().numpy() for name, value in draft.state_dict().items()}
+    w = {name.removesuffix(".weight"): value.double().numpy() for name, value in draft.state_dict().items()}
     embedding = teacher.model.get_input_embeddings().weight.double().numpy()
-    np.testing.assert_array_equal(w["head.weight"], embedding[head])  # tied
+    np.testing.assert_array_equal(w["head"], embedding[head])  # tied
     assert not any("embed" in name for name in w)
     eps = teacher.model.config.rms_norm_eps
 
-    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean() + eps) * scale
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean() + eps) * w[name]
 
-    def step(state: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
-        both = [norm(state, w["norm_state.weight"]), norm(embedding[token], w["norm_token.weight"])]
-        z = w["mix.weight"] @ np.concatenate(both)
-        y = norm(z, w["blocks.0.norm.weight"])
-        gate = w["blocks.0.gate_proj.weight"] @ y
-        z = z + w["blocks.0.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * (w["blocks.0.up_proj.weight"] @ y))
-        return z, w["head.weight"] @ norm(z, w["norm.weight"])
+    def attend(z: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+        y, at = norm(z, "attention.norm"), len(keys)
+        query, key, value = ((w[f"attention.{name}"] @ y).reshape(-1, 16) for name in ("q_proj", "k_proj", "v_proj"))
+        keys.append(rotated(key, np.array(at)))
+        values.append(value)
+        mixed = []
+        for number, line in enumerate(rotated(query, np.array(at))):
+            scores = np.array([line @ each[number // 2] for each in keys]) / 4
+            weights = np.exp(scores - scores.max())
+            mixed.append(sum(weights[i] * values[i][number // 2] for i in range(at + 1)) / weights.sum())
+        return z + w["attention.o_proj"] @ np.concatenate(mixed)
 
-    hidden = np.random.default_rng(0).normal(size=draft.shape.num_features)
-    state = w["fc.weight"] @ hidden
+    def step(
+        state: np.ndarray, token: int, keys: list[np.ndarray], values: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        both = [norm(state, "norm_state"), norm(embedding[token], "norm_token")]
+        z = w["mix"] @ np.concatenate(both)
+        if attended is not None:
+            z = attend(z, keys, values)
+        y = norm(z, "blocks.0.norm")
+        gate = w["blocks.0.gate_proj"] @ y
+        z = z + w["blocks.0.down_proj"] @ (gate / (1 + np.exp(-gate)) * (w["blocks.0.up_proj"] @ y))
+        return z, w["head"] @ norm(z, "norm")
+
+    rng = np.random.default_rng(0)
+    hidden, cache = rng.normal(size=(2, draft.shape.num_features)), rng.normal(size=(2, 1, 2, 9, 16))
+    places = np.array([4, 8])
+    keys, values = (torch.from_numpy(part).float() for part in cache)
+    memory = Memory(keys, values, torch.from_numpy(places[None]))
     with torch.no_grad():
-        theirs = draft.read(torch.from_numpy(hidden[None]).float())
-        for token in (7, 9):
-            state, logits = step(state, token)
-            theirs, found = draft(theirs, torch.tensor([token]))
-            np.testing.assert_allclose(found[0], logits, rtol=1e-3, atol=1e-4)
+        states = draft.read(torch.from_numpy(hidden).float())
+        found = []
+        for tokens in ((7, 11), (9, 13)):
+            states, logits = draft(states, torch.tensor(tokens), memory)
+            found.append(logits)
+    for i, place in enumerate(places):
+        own = [list(part[0, :, : place + 1].transpose(1, 0, 2)) for part in cache]
+        state = w["fc"] @ hidden[i]
+        for logits, token in zip(found, ((7, 9), (11, 13))[i], strict=True):
+            state, expected = step(state, token, *own)
+            np.testing.assert_allclose(logits[i], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_attention_starts_where_the_target_is(teacher: Teacher) -> None:
+    """Its products are the attended layer's, as far as shapes agree; what it adds is a share of what the layer adds."""
+    draft = make_draft(teacher, np.array([3, 5]), layers=Layers((1,), 1))
+    layer = teacher.model.model.layers[1]
+    assert draft.attention is not None
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert torch.equal(getattr(draft.attention, name).weight, getattr(layer.self_attn, name).weight)
+    ratio = draft.attention.o_proj.weight / layer.self_attn.o_proj.weight
+    np.testing.assert_allclose(ratio.detach(), ratio[0, 0].item(), rtol=1e-4)
+    torch.testing.assert_close(draft.attention.norm.weight, layer.input_layernorm.weight)
+
+
+def test_the_layer_that_copies_is_found(teacher: Teacher) -> None:
+    """Of two layers, the one that was made to look at what followed a token's first time."""
+    usual = teacher.model.config._attn_implementation
+    scores = induction_scores(teacher.model, NUM_TOKENS, 0)
+    assert set(scores) == {0, 1}
+    assert all(0 <= score < 0.3 for score in scores.values())  # weights are random
+    assert teacher.model.config._attn_implementation == usual
+
+
+def test_of_layers_the_one_that_copies_scores() -> None:
+    """One head of layer 1 looks, at a token's second time, at what followed its first; layer 2 does, too, but has a
+    window; layer 0 looks at the token itself."""
+
+    class Known:
+        config = SimpleNamespace(
+            _attn_implementation="sdpa", layer_types=["full_attention", "full_attention", "sliding_attention"]
+        )
+        device = "cpu"
+
+        def set_attn_implementation(self, name: str) -> None: ...
+
+        def __call__(self, tokens: torch.Tensor, **_: object) -> SimpleNamespace:
+            rows, length = tokens.shape
+            assert (tokens[:, : length // 2] == tokens[:, length // 2 :]).all()
+            same = torch.eye(length).expand(rows, 1, length, length)
+            copies = same.roll(1 - length // 2, -1)
+            return SimpleNamespace(attentions=(torch.cat([same, same], 1), torch.cat([same, copies], 1), copies))
+
+    assert induction_scores(Known(), 50, 0) == {0: 0, 1: 1}
 
 
 def test_training_raises_acceptance(teacher: Teacher, tmp_path: Path) -> None:
     """Some steps on texts of the target agree with it better than none; a resumed run ends with the same weights."""
     tokens = np.random.default_rng(0).integers(0, NUM_TOKENS, (40, 48))
-    texts, hidden = teacher.read(tokens), teacher.hidden(tokens, [1])
+    layers = Layers((1,), 1)
+    texts, seen = teacher.read(tokens), teacher.see(tokens, layers)
+    assert seen.keys is not None
     heads = HeadMap(np.arange(NUM_TOKENS), NUM_TOKENS)
     settings = Settings(batch_tokens=256, validate_every=10, checkpoint_every=5, learning_rate=3e-3, depth=2)
-    train = Places([texts.rows(slice(8, None))], [hidden[8:]], 2)
-    check = Places([texts.rows(slice(0, 8))], [hidden[:8]], 2)
+    train = Places([texts.rows(slice(8, None))], [Seen(seen.hidden[8:], seen.keys[8:])], 2)
+    check = Places([texts.rows(slice(0, 8))], [Seen(seen.hidden[:8], seen.keys[:8])], 2)
 
     def trainer(file: Path | None) -> Trainer:
-        return Trainer(make_draft(teacher, heads.head_ids), heads, train, check, settings, CPU, file, 60 * 256)
+        draft = make_draft(teacher, heads.head_ids, layers=layers)
+        return Trainer(draft, heads, train, check, settings, CPU, file, 60 * 256)
 
     whole = trainer(None)
     before = whole.validate().read
@@ -249,9 +351,11 @@ def test_candidates_are_distinct() -> None:
 
 
 def test_cost_ratio_follows_the_sizes(teacher: Teacher) -> None:
-    """More blocks, wider ones, a larger head and more layers to read cost more."""
+    """More blocks, wider ones, a larger head, more layers to read and attention cost more."""
     config = teacher.model.config
-    shapes = [((), 1, 40, 50), ((1,), 1, 40, 50), ((1,), 1, 96, 50), ((1,), 2, 96, 50), ((1,), 2, 96, 150)]
+    none, one, attending = Layers(()), Layers((1,)), Layers((1,), 0)
+    shapes = [(none, 1, 40, 50), (one, 1, 40, 50), (one, 1, 96, 50), (one, 2, 96, 50), (one, 2, 96, 150)]
+    shapes.append((attending, 2, 96, 150))
     ratios = [predict_cost_ratio(config, draft_shape(config, *shape)) for shape in shapes]
     assert ratios == sorted(set(ratios))
 

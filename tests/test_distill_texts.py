@@ -14,15 +14,18 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the libraries' own imports
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from edgespec.distill.corpus import read_corpus
-    from edgespec.distill.store import ANSWER, TEMPLATE, USER, Store, Texts, write_json
+    from edgespec.distill.corpus import read_code, read_corpus
+    from edgespec.distill.data import num_files
+    from edgespec.distill.options import Settings
+    from edgespec.distill.store import ANSWER, TEMPLATE, USER, Layers, Seen, Store, Texts, write_json
+    from edgespec.distill.tasks import make_requests
     from edgespec.distill.teacher import Teacher
     from edgespec.distill.turns import Turns, take_apart
 
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
-from tests.tiny_distill import make_source, make_teacher, random_texts
+from tests.tiny_distill import make_source, make_teacher, random_texts, rotated
 
 pytestmark = pytest.mark.export
 
@@ -83,7 +86,8 @@ def test_writing_is_the_models_own_text(teacher: Teacher, source: Source) -> Non
     """Greedy answers are the model's first choices, all distributions are those that reading gives, and the same seed
     writes the same text."""
     turns = take_apart(source, tiny_tokenizer())
-    texts = teacher.write(turns, [[70, 71, 72]], seed=[3, 0])
+    openings = [[70, 71, 72], None] * 3
+    texts = teacher.write(turns, openings, 96, seed=[3, 0])
     again = teacher.read(texts.tokens.astype(np.int64))
     counts = texts.kinds[:, 1:] != TEMPLATE
     np.testing.assert_array_equal(texts.ids[:, :-1, 0][counts], again.ids[:, :-1, 0][counts])
@@ -96,7 +100,7 @@ def test_writing_is_the_models_own_text(teacher: Teacher, source: Source) -> Non
     assert texts.tokens[0, at : at + 3].tolist() == [70, 71, 72]
     assert texts.kinds[1, at] == USER
     assert (texts.tokens[:, :at] == turns.before).all()
-    np.testing.assert_array_equal(texts.tokens, teacher.write(turns, [[70, 71, 72]], seed=[3, 0]).tokens)
+    np.testing.assert_array_equal(texts.tokens, teacher.write(turns, openings, 96, seed=[3, 0]).tokens)
 
 
 def test_sampled_text_follows_the_distribution(teacher: Teacher) -> None:
@@ -114,15 +118,23 @@ def test_sampled_text_follows_the_distribution(teacher: Teacher) -> None:
     np.testing.assert_allclose(found, np.log(expected[tokens]), atol=1e-4)
 
 
-def test_hidden_states_are_what_attention_and_head_read(teacher: Teacher) -> None:
-    """Against the residual stream that the model in torch gives out, put through the layer's own norm."""
+def test_what_is_seen_is_what_the_target_computes(teacher: Teacher) -> None:
+    """Hidden states against the residual stream that the model in torch gives out, put through the layer's own norm;
+    keys and values against a layer's own products, keys rotated by hand."""
     tokens = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 20))
-    found = teacher.hidden(tokens, [1])
+    found = teacher.see(tokens, Layers((1,), 0))
     body = teacher.model.model
     with torch.no_grad():
         stream = body(torch.from_numpy(tokens), output_hidden_states=True).hidden_states
         expected = torch.cat([body.layers[1].input_layernorm(stream[1]), stream[-1]], -1)
-    np.testing.assert_allclose(found, expected, atol=2e-2)
+        inner = body.layers[0].input_layernorm(stream[0])
+        attention = body.layers[0].self_attn
+        key, value = (product(inner).view(3, 20, 2, 16).numpy() for product in (attention.k_proj, attention.v_proj))
+    np.testing.assert_allclose(found.hidden, expected, atol=2e-2)
+    assert found.keys is not None
+    np.testing.assert_allclose(found.keys[:, :, 1], value, atol=2e-2)
+    np.testing.assert_allclose(found.keys[:, :, 0], rotated(key, np.arange(20)[:, None]), atol=2e-2)
+    assert teacher.see(tokens, Layers((1,))).keys is None
 
 
 def test_files_are_made_once(tmp_path: Path) -> None:
@@ -138,9 +150,17 @@ def test_files_are_made_once(tmp_path: Path) -> None:
     store.fill("read", 3, make, lambda done, wanted: None)
     assert made == [0, 1, 2]
     np.testing.assert_array_equal(store.load("read", range(3)).logps, texts.logps)
+    layers = Layers((4, 7), 2)
+
+    def see(tokens: np.ndarray) -> Seen:
+        return Seen(tokens.astype(np.float16), tokens.astype(np.float16) + 1)
+
     for wanted in (1, 3):
-        store.fill_hidden("read", wanted, (4, 7), lambda tokens: tokens.astype(np.float16), lambda done, most: None)
-    np.testing.assert_array_equal(store.hidden("read", 2, (4, 7)), texts.tokens[2:])
+        store.fill_seen("read", wanted, layers, see, lambda done, most: None)
+    seen = store.seen("read", 2, layers)
+    np.testing.assert_array_equal(seen.hidden, texts.tokens[2:])
+    np.testing.assert_array_equal(seen.keys, texts.tokens[2:] + 1)
+    assert store.seen("read", 2, Layers((4, 7))).keys is None
     file = tmp_path / "read-00001.npz"
     for damaged in (file.read_bytes()[:-100], b"PK"):
         file.write_bytes(damaged)
@@ -148,7 +168,7 @@ def test_files_are_made_once(tmp_path: Path) -> None:
             store.load("read", [1])
     (tmp_path / "hidden-4-7" / "read-00001.npy").write_bytes(b"no")
     with pytest.raises(ConfigError, match="delete it"):
-        store.hidden("read", 1, (4, 7))
+        store.seen("read", 1, layers)
 
 
 def test_a_document_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +195,39 @@ def test_only_permissive_documentation_is_read() -> None:
     assert not any(word in name.lower() for name in one.packages for word in ("gpl", "mozilla", "proprietary"))
     np.testing.assert_array_equal(one.tokens, read_corpus(tiny_tokenizer(), 2, 20_000, 0).tokens)
     assert (one.tokens[:500] != two.tokens[:500]).any()
+
+
+def test_requests_are_about_passages() -> None:
+    """Every one has an instruction and a passage out of what was given, none twice; the seed decides the order."""
+    body = "\n".join(f"    value = value + {i}  # step {i} of many" for i in range(6))
+    codes = [f'"""{"Words of a module. " * 12}"""\n\ndef one_{i}(value):\n{body}\n' for i in range(8)]
+    codes.append("def broken(:")
+    answers = [f"Answer {i}. " + "It goes on for a while. " * 10 for i in range(30)]
+    found = make_requests(answers, codes, 20, 0)
+    assert len(found) == len(set(found)) == 20
+    assert 4 <= sum("def one_" in text for text in found) <= 8
+    assert sum("Answer" in text for text in found) >= 8
+    for text in found:
+        parts = text.split("\n\n")
+        assert len(parts) == 2
+        assert min(map(len, parts)) < 100 < max(map(len, parts))
+    assert found == make_requests(answers, codes, 20, 0) != make_requests(answers, codes, 20, 1)
+    assert len(make_requests(answers[:3], codes[:1], 20, 0)) < 6
+
+
+def test_code_is_of_permissive_packages_too() -> None:
+    """As documentation is."""
+    codes, packages = read_code(0, 20)
+    assert len(codes) == 20
+    assert all("(" in name for name in packages)
+    assert codes == read_code(0, 20)[0] != read_code(1, 20)[0]
+
+
+def test_the_budget_is_shared_out() -> None:
+    """Files of each sort come to about the tokens asked for, in the shares asked for; no share is no file."""
+    settings = Settings(tokens=2_000_000, written=0.5, asked=0.3)
+    files = num_files(settings)
+    sizes = {"written": 64 * 256, "asked": 64 * 512, "read": 64 * 512}
+    for sort, share in (("written", 0.5), ("asked", 0.3), ("read", 0.2)):
+        assert abs((files[sort] - 1) * sizes[sort] - share * 2_000_000) <= sizes[sort] / 2
+    assert num_files(Settings(tokens=100_000, written=0.9, asked=0.0))["asked"] == 0

@@ -55,3 +55,13 @@ def random_texts(num_rows: int = 3, length: int = 12, vocab: int = 40, seed: int
         chosen,
     )
     return texts, np.exp(logp)
+
+
+def rotated(heads: np.ndarray, positions: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
+    """Rotary embedding, written out: halves of the last axis, shape (..., head_dim), turned by angles that follow the
+    position, which broadcasts against the axes before."""
+    half = heads.shape[-1] // 2
+    angles = np.asarray(positions)[..., None] * theta ** -(np.arange(half) / half)
+    left, right = heads[..., :half], heads[..., half:]
+    turned = [left * np.cos(angles) - right * np.sin(angles), right * np.cos(angles) + left * np.sin(angles)]
+    return np.concatenate(turned, -1)

@@ -29,6 +29,7 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
 @option("--layers", text="Blocks of the draft.", default=_DEFAULT.layers, type=int)
 @click.option("--width", type=int, help="Neurons of each block.  [default: as the target's layers]")
 @option("--head-size", text="Tokens that can be drafted.", default=_DEFAULT.head_size, type=int)
+@click.option("--attention/--no-attention", default=_DEFAULT.attention, help="Attend to the target's cache.")
 @option("--tokens", text="That the target writes or reads.", default=_DEFAULT.tokens, type=int)
 @click.option("--train-tokens", type=int, help="Places to train on, at most.  [default: five times --tokens]")
 @click.option(
@@ -61,8 +62,7 @@ def distill_command(target: str, out: Path, work: Path | None, force: bool, **op
 
 def summary(report: DistillReport) -> Iterator[str]:
     """What was made and what was measured, a line each."""
-    layers = ", ".join(map(str, report.layers))
-    yield f"reads layers {layers} and the head's input, {report.trained_tokens:,} places trained on"
+    yield f"reads layers {report.layers}, and the head's input; {report.trained_tokens:,} places trained on"
     yield report.acceptance.line()
     yield ", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in report.baselines.items())
     yield f"{report.path}: {report.size / 1e6:.1f} MB in {report.seconds:.0f} s"

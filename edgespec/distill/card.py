@@ -33,8 +33,10 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     yield f"`edgespec export {source.name} --draft {report.path.name} -o DIR` joins it with its target, from which the"
     yield "embedding, the tokenizer and the chat template are taken."
     yield ""
-    layers = ", ".join(map(str, report.layers))
+    layers = ", ".join(map(str, report.layers.hidden))
     yield f"- Reads the target's hidden states: the input of the attention of layers {layers}, and what its head reads."
+    if report.layers.attended is not None:
+        yield f"  It attends to the target's keys and values of layer {report.layers.attended}."
     yield "  It has no cache and reads no text."
     yield f"- {settings.layers} blocks; head over {settings.head_size} tokens, all others have probability 0."
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())

@@ -76,6 +76,29 @@ def read_corpus(tokenizer: Tokenizer, end: int, wanted: int, seed: int) -> Corpu
     return Corpus(tokens, sorted(named[i] for i in used))
 
 
+def read_code(seed: int, wanted: int) -> tuple[list[str], list[str]]:
+    """Source files of Python of installed packages, in an order that depends on the seed.
+
+    Args:
+        wanted: files, at most.
+    Returns:
+        Their contents, and the packages they come from as `Corpus.packages`.
+    """
+    found = [(f"{dist.metadata['Name']} ({licence})", dist) for dist in _sorted() if (licence := _licence(dist))]
+    files = [(name, dist, file) for name, dist in found for file in _files(dist) if file.endswith(".py")]
+    random.Random(seed).shuffle(files)
+    codes: list[str] = []
+    used: set[str] = set()
+    for name, dist, file in files:
+        if len(codes) == wanted:
+            break
+        code = _read(Path(str(dist.locate_file(file))))
+        if _SHORTEST <= len(code) <= _LONGEST:
+            codes.append(code)
+            used.add(name)
+    return codes, sorted(used)
+
+
 def _sorted() -> list[Distribution]:
     found = {dist.metadata["Name"]: dist for dist in distributions() if dist.metadata["Name"]}
     return [found[name] for name in sorted(found)]
@@ -97,14 +120,19 @@ def _texts(dist: Distribution) -> Iterator[str]:
     body = dist.metadata.get_payload() if hasattr(dist.metadata, "get_payload") else None
     if isinstance(body, str) and _SHORTEST <= len(body) <= _LONGEST:
         yield body
-    files = sorted(str(file) for file in dist.files or [] if str(file).endswith((*_TEXTS, ".py")))
-    random.Random(str(dist.metadata["Name"])).shuffle(files)
-    for name in files[:_FILES]:
+    for name in _files(dist):
         text = _read(Path(str(dist.locate_file(name))))
         if name.endswith(".py"):
-            text = "\n\n".join(_docstrings(text))
+            text = "\n\n".join(docstrings(text))
         if _SHORTEST <= len(text) <= _LONGEST:
             yield text
+
+
+def _files(dist: Distribution) -> list[str]:
+    """Text files and source files of a package, as many as count, in a mixed order."""
+    files = sorted(str(file) for file in dist.files or [] if str(file).endswith((*_TEXTS, ".py")))
+    random.Random(str(dist.metadata["Name"])).shuffle(files)
+    return files[:_FILES]
 
 
 def _read(path: Path) -> str:
@@ -114,14 +142,19 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _docstrings(code: str) -> Iterator[str]:
+def parse(code: str) -> list[ast.stmt]:
+    """The statements of a source file; none where it is no Python of this version."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(code)
+            return ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    for node in ast.walk(tree):
+        return []
+
+
+def docstrings(code: str) -> Iterator[str]:
+    """Those of a module, of its classes and of its functions."""
+    for node in ast.walk(ast.Module(parse(code), [])):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             text = ast.get_docstring(node)
             if text:

@@ -13,14 +13,16 @@ from edgespec.distill.student import DraftShape
 
 _CALL = 1.5e6  # bytes: a call from Python, its inputs and outputs, the choice of a token
 _LAYER = 0.5e6  # bytes: the operators of a layer of the target
-_BLOCK = 0.2e6  # bytes: those of a block of the draft, which has no attention
+_BLOCK = 0.2e6  # bytes: those of a block of the draft
 
 
 def draft_bytes(shape: DraftShape) -> float:
     """Bytes that a step of the draft in 8 bits is worth."""
     hidden = shape.hidden_size
     block = _BLOCK + 3 * hidden * shape.intermediate_size
-    return _CALL + hidden * (shape.num_features + 2 * hidden + shape.head_size) + shape.num_blocks * block
+    products = hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    attention = 0.0 if shape.attended_layer is None else _BLOCK + products
+    return _CALL + attention + hidden * (shape.num_features + 2 * hidden + shape.head_size) + shape.num_blocks * block
 
 
 def target_bytes(config: Any) -> float:

@@ -11,18 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from edgespec.distill.corpus import read_corpus
+from edgespec.distill.corpus import read_code, read_corpus
 from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
-from edgespec.distill.store import Store, Texts, write_json
+from edgespec.distill.store import ANSWER, Layers, Store, Texts, write_json
+from edgespec.distill.tasks import make_requests
 from edgespec.distill.teacher import Teacher
 from edgespec.distill.turns import take_apart
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
 from edgespec.state import write_atomically
 
-_CORPUS, _PACKAGES = "corpus.npy", "packages.json"
-_WRITTEN_SHARE = 0.7  # of the ranking of tokens: answers look more like answers than documentation does
+_CORPUS, _PACKAGES, _REQUESTS = "corpus.npy", "packages.json", "requests.json"
+_CODES = 1000  # source files whose functions are asked about, at most
+# Shares in the ranking of tokens: answers look more like answers than documentation does.
+_RANKED = {"written": 0.45, "asked": 0.3, "read": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,12 @@ class Data:
 
 def num_files(settings: Settings) -> dict[str, int]:
     """Files of each sort that a budget asks for, one of them for validation."""
-    written = settings.tokens * settings.written / (settings.write_rows * settings.write_length)
-    read = settings.tokens * (1 - settings.written) / (settings.read_rows * settings.read_length)
-    return {"written": 1 + max(1, round(written)), "read": 1 + max(1, round(read))}
+    shares = {"written": settings.written, "asked": settings.asked, "read": 1 - settings.written - settings.asked}
+    tokens = {sort: max(0.0, share) * settings.tokens for sort, share in shares.items()}
+    sizes = {sort: rows * length for sort, (rows, length) in _sizes(settings).items()}
+    least = {"written": 1, "asked": int(settings.asked > 0), "read": 1}
+    files = {sort: max(least[sort], round(tokens[sort] / sizes[sort])) for sort in shares}
+    return {sort: 1 + count if count else 0 for sort, count in files.items()}
 
 
 def make_data(
@@ -67,54 +73,111 @@ def make_data(
     tokenizer = Tokenizer.from_file(str(source.tokenizer))
     turns = take_apart(source, tokenizer)
     prompts = _prompts(settings, tokenizer)
-    wanted = num_files(settings)
+    wanted, sizes = num_files(settings), _sizes(settings)
+    packages: set[str] = set()
 
     def write(index: int) -> Texts:
-        return teacher.write(turns, prompts, seed=[settings.seed, index])
+        seed = [settings.seed, index]
+        return teacher.write(turns, _openings(prompts, settings.write_rows, seed), settings.write_length, seed)
 
     store.fill("written", wanted["written"], write, lambda done, most: tell("written", done, most))
-    size = settings.read_rows * settings.read_length
-    corpus, packages = _corpus(store.folder, tokenizer, source.eos_token_ids[0], wanted["read"] * size, settings.seed)
-    wanted["read"] = min(wanted["read"], len(corpus) // size)
+    if turns.to_answer and wanted["asked"]:
+        rows, length = sizes["asked"]
+        requests, packages = _requests(store, tokenizer, range(1, wanted["written"]), wanted["asked"] * rows, settings)
+        wanted["asked"] = min(wanted["asked"], len(requests) // rows)
+
+        def ask(index: int) -> Texts:
+            return teacher.write(turns, requests[index * rows :][:rows], length, [settings.seed, index, 1])
+
+        store.fill("asked", wanted["asked"], ask, lambda done, most: tell("asked", done, most))
+    rows, length = sizes["read"]
+    corpus, documented = _corpus(
+        store.folder, tokenizer, source.eos_token_ids[0], wanted["read"] * rows * length, settings.seed
+    )
+    wanted["read"] = min(wanted["read"], len(corpus) // (rows * length))
 
     def read(index: int) -> Texts:
-        return teacher.read(corpus[index * size :][:size].reshape(settings.read_rows, settings.read_length))
+        return teacher.read(corpus[index * rows * length :][: rows * length].reshape(rows, length))
 
     store.fill("read", wanted["read"], read, lambda done, most: tell("read", done, most))
     sorts = [sort for sort, count in wanted.items() if count > 1]
+    packages |= set(documented if "read" in sorts else [])
     return Data(
         train={sort: store.load(sort, range(1, wanted[sort])) for sort in sorts},
         check={sort: store.load(sort, [0]) for sort in sorts},
         given=frozenset([*turns.before, *turns.to_answer, *turns.to_user, *source.eos_token_ids]),
-        packages=packages if "read" in sorts else [],
+        packages=sorted(packages),
         store=store,
     )
 
 
-def make_hidden(teacher: Teacher, data: Data, layers: Sequence[int], tell: Callable[[str, int, int], None]) -> None:
-    """Make the hidden states that are missing of all texts."""
+def _sizes(settings: Settings) -> dict[str, tuple[int, int]]:
+    """Rows and tokens of a row in a file of each sort."""
+    return {
+        "written": (settings.write_rows, settings.write_length),
+        "asked": (settings.write_rows, settings.read_length),
+        "read": (settings.read_rows, settings.read_length),
+    }
+
+
+def _openings(prompts: list[list[int]], rows: int, seed: list[int]) -> list[list[int] | None]:
+    """What the user says first in each of the rows: in every second one a prompt, where there are any."""
+    found: list[list[int] | None] = [None] * rows
+    if prompts:
+        numbers = np.random.default_rng([*seed, 1]).integers(0, len(prompts), len(found[::2]))
+        found[::2] = [prompts[number] for number in numbers]
+    return found
+
+
+def _requests(
+    store: Store, tokenizer: Tokenizer, numbers: Sequence[int], wanted: int, settings: Settings
+) -> tuple[list[list[int]], set[str]]:
+    """User turns about passages, and the packages that some are taken from; made once, like the text to read."""
+    file = store.folder / _REQUESTS
+    if file.is_file():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if stored["wanted"] >= wanted:
+            return stored["requests"], set(stored["packages"])
+    codes, packages = read_code(settings.seed, _CODES)
+    made = make_requests(_answers(store.load("written", numbers), tokenizer), codes, wanted, settings.seed)
+    requests = [tokenizer.encode(text, add_special_tokens=False).ids for text in made]
+    write_json(file, {"wanted": wanted, "packages": packages, "requests": requests})
+    return requests, set(packages)
+
+
+def _answers(texts: Texts, tokenizer: Tokenizer) -> list[str]:
+    """The answers in written conversations, each as text."""
+    found = []
+    for tokens, kinds in zip(texts.tokens, texts.kinds, strict=True):
+        ends = np.flatnonzero(np.diff(kinds == ANSWER, prepend=False, append=False))
+        found += [tokenizer.decode(tokens[start:end].tolist()) for start, end in ends.reshape(-1, 2)]
+    return found
+
+
+def make_seen(teacher: Teacher, data: Data, layers: Layers, tell: Callable[[str, int, int], None]) -> None:
+    """Make what the target computes of all texts as far as it is missing."""
     for sort, texts in data.train.items():
         files = 1 + len(texts.tokens) // len(data.check[sort].tokens)
-        data.store.fill_hidden(
+        data.store.fill_seen(
             sort,
             files,
             layers,
-            lambda tokens: teacher.hidden(tokens, layers),
+            lambda tokens: teacher.see(tokens, layers),
             lambda done, most, sort=sort: tell(sort, done, most),  # type: ignore[misc]
         )
 
 
-def places(data: Data, layers: Sequence[int], depth: int) -> tuple[Places, Places]:
-    """Where to train and where to validate, with hidden states that are there."""
-    check = [data.store.hidden(sort, 0, layers) for sort in data.check]
+def places(data: Data, layers: Layers, depth: int) -> tuple[Places, Places]:
+    """Where to train and where to validate, `make_seen` having been there."""
+    check = [data.store.seen(sort, 0, layers) for sort in data.check]
     parts: list[Texts] = []
-    hidden = []
+    seen = []
     for sort, texts in data.train.items():
         rows = len(data.check[sort].tokens)  # of each file
         for index, start in enumerate(range(0, len(texts.tokens), rows), start=1):
             parts.append(texts.rows(slice(start, start + rows)))
-            hidden.append(data.store.hidden(sort, index, layers))
-    return Places(parts, hidden, depth), Places(list(data.check.values()), check, depth)
+            seen.append(data.store.seen(sort, index, layers))
+    return Places(parts, seen, depth), Places(list(data.check.values()), check, depth)
 
 
 def rank_head(data: Data, vocab_size: int, head_size: int) -> NDArray[np.int64]:
@@ -123,7 +186,7 @@ def rank_head(data: Data, vocab_size: int, head_size: int) -> NDArray[np.int64]:
     for sort, texts in data.train.items():
         probs = np.exp(texts.logps[:, :-1].astype(np.float32)) * texts.is_chosen[..., None]
         found = np.bincount(texts.ids[:, :-1].ravel().astype(np.int64), probs.ravel(), vocab_size)
-        mass += found / found.sum() * (_WRITTEN_SHARE if sort == "written" else 1 - _WRITTEN_SHARE)
+        mass += found / found.sum() * _RANKED[sort]
     mass[[token for token in data.given if token < vocab_size]] += 1
     size = min(head_size, vocab_size)
     return np.sort(np.argpartition(-mass, size - 1)[:size])

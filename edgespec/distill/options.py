@@ -16,16 +16,19 @@ class Settings:
         layers: blocks of the draft.
         width: neurons of each block; None has as many as a layer of the target.
         head_size: tokens that can be drafted; the others have probability 0.
+        attention: let the draft attend to keys and values of the target, so that it can copy.
         tokens: that the target writes or reads, with its distributions and hidden states kept.
         train_tokens: most places that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
         seed: of everything random.
-        written: share of the tokens that the target writes; the rest is text that it reads.
+        written: share of the tokens that the target writes in conversations of its own.
+        asked: share of those that it writes about passages of its own answers and of what is installed; the rest is
+            text that it reads.
         kept: most probable tokens of each distribution that are kept, the mass of the rest beside them.
         write_rows, write_length: conversations that are written at once, and their tokens.
         read_rows, read_length: the same of texts that are read.
         depth: tokens that the draft is trained to draft one after the other.
-        batch_tokens: places of a training step; each further depth is trained on half of them.
+        batch_tokens: places of a training step; each further depth is trained on a third of them.
         learning_rate: after the warm-up.
         total_variation: weight of the lost acceptance in the loss, beside the Kullback-Leibler divergence.
         search_steps: of each candidate for the layers to read.
@@ -37,11 +40,13 @@ class Settings:
     layers: int = 2
     width: int | None = None
     head_size: int = 12_288
-    tokens: int = 750_000
+    attention: bool = True
+    tokens: int = 1_300_000
     train_tokens: int | None = None
     prompts: Path | None = None
     seed: int = 0
-    written: float = 0.85
+    written: float = 0.5
+    asked: float = 0.4
     kept: int = 32
     write_rows: int = 64
     write_length: int = 256

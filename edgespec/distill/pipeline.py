@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 
 from edgespec.distill.card import write_card
 from edgespec.distill.cost import predict_cost_ratio
-from edgespec.distill.data import Data, make_data, make_hidden, places, rank_head
+from edgespec.distill.data import Data, make_data, make_seen, places, rank_head
 from edgespec.distill.loss import HeadMap
 from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
-from edgespec.distill.search import Layers, candidates, search
-from edgespec.distill.store import Store, Texts, write_json
+from edgespec.distill.search import Pair, candidates, induction_scores, search
+from edgespec.distill.store import Layers, Store, Texts, write_json
 from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, make_student
 from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
 from edgespec.distill.train import State, Trainer
@@ -40,7 +40,7 @@ class DistillReport:
 
     Attributes:
         path: of the draft's folder.
-        layers: of the target, that the draft reads beside what the head reads.
+        layers: of the target, that the draft reads.
         cost_ratio: predicted c.
         acceptance: at the end, on validation texts.
         baselines: greedy acceptance of a bigram table and of prompt lookup on the same texts.
@@ -125,7 +125,8 @@ def _run(job: _Job, out: Path) -> DistillReport:
     vocab_size = _vocab_size(job.source, model)
     head_size = min(job.settings.head_size, vocab_size)
     job.settings = _fit(job.settings, model.config, head_size)
-    choices = candidates(model.config.num_hidden_layers)
+    attended = _attended_layer(job, model, vocab_size)
+    choices = [Layers(pair, attended) for pair in candidates(model.config.num_hidden_layers)]
     job.cost_ratio = predict_cost_ratio(model.config, _shape(job, model, choices[0]))
     progress.note(f"a draft step is predicted to cost {job.cost_ratio:.3f} of a target step (8 bits, one row)")
     teacher = Teacher(model, job.settings, vocab_size, job.machine)
@@ -136,8 +137,8 @@ def _run(job: _Job, out: Path) -> DistillReport:
     progress.note(", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in found.items()))
     folder = _training_folder(job)
     layers = _search(job, teacher, choices, heads, data, folder)
-    progress.step("the target's hidden states are read")
-    make_hidden(teacher, data, layers, lambda sort, done, wanted: progress.advance(done / wanted))
+    progress.step("what the target computes is read")
+    make_seen(teacher, data, layers, lambda sort, done, wanted: progress.advance(done / wanted))
     train, check = places(data, layers, job.settings.depth)
     torch.manual_seed(job.settings.seed)
     student = make_student(model, _shape(job, model, layers), heads.head_ids)
@@ -185,7 +186,11 @@ def _vocab_size(source: Source, model: Any) -> int:
 
 def _make_data(job: _Job, teacher: Teacher) -> Data:
     said: set[str] = set()
-    names = {"written": "the target writes conversations", "read": "the target reads documentation"}
+    names = {
+        "written": "the target writes conversations",
+        "asked": "the target is asked about passages",
+        "read": "the target reads documentation",
+    }
 
     def tell(sort: str, done: int, wanted: int) -> None:
         if sort not in said:
@@ -202,21 +207,35 @@ def _make_data(job: _Job, teacher: Teacher) -> Data:
     return data
 
 
+def _attended_layer(job: _Job, model: Any, vocab_size: int) -> int | None:
+    """The layer whose keys are best for copying."""
+    if not job.settings.attention:
+        return None
+    scores = induction_scores(model, vocab_size, job.settings.seed)
+    if not scores:
+        return None
+    layer = max(scores, key=scores.__getitem__)
+    job.progress.note(f"attends to layer {layer}, where {scores[layer]:.0%} of a head's attention copies")
+    return layer
+
+
 def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, data: Data, folder: Path) -> Layers:
     """The layers to read, found on one file of texts; kept."""
     file = folder / "layers.json"
+    attended = choices[0].attended
     if file.is_file():
-        return tuple(json.loads(file.read_text(encoding="utf-8"))["layers"])
+        return Layers(tuple(json.loads(file.read_text(encoding="utf-8"))["layers"]), attended)
     settings = job.settings
     job.progress.step("looking for the layers to read")
     rows = max(2, len(data.check["written"].tokens) // 2)
     train, check = (texts.rows(slice(0, rows)) for texts in (data.train["written"], data.check["written"]))
     done = 0
 
-    def score(layers: Layers) -> float:
+    def score(pair: Pair) -> float:
         nonlocal done
+        layers = Layers(pair, attended)
         parts = [
-            Places([texts], [teacher.hidden(texts.tokens.astype(np.int64), layers)], settings.depth)
+            Places([texts], [teacher.see(texts.tokens.astype(np.int64), layers)], settings.depth)
             for texts in (train, check)
         ]
         torch.manual_seed(settings.seed)
@@ -227,13 +246,13 @@ def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, 
         done += 1
         job.progress.advance(done / len(choices))
         found = trainer.validate().score
-        job.progress.note(f"layers {', '.join(map(str, layers))}: acceptance {found:.3f} after a few steps")
+        job.progress.note(f"layers {', '.join(map(str, pair))}: acceptance {found:.3f} after a few steps")
         return found
 
-    best, scores = search(choices, score)
-    named = {" ".join(map(str, layers)): value for layers, value in scores.items()}
+    best, scores = search([layers.hidden for layers in choices], score)
+    named = {" ".join(map(str, pair)): value for pair, value in scores.items()}
     write_json(file, {"layers": best, "scores": named})
-    return best
+    return Layers(best, attended)
 
 
 def _train(job: _Job, trainer: Trainer) -> None:

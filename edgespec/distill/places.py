@@ -11,24 +11,27 @@ import torch
 from numpy.typing import NDArray
 
 from edgespec.distill.loss import HeadMap, Wanted
-from edgespec.distill.store import TEMPLATE, Texts
+from edgespec.distill.store import TEMPLATE, Seen, Texts
+from edgespec.distill.student import Memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """n places, and up to `depth` tokens behind each.
+    """n places, as many in each of some rows, and up to `depth` tokens behind each.
 
     Attributes:
         hidden: the target's hidden states, shape (n, num_features), float32.
         tokens: that are fed one after the other, shape (n, depth).
         wanted: what the target says after each of them, one for each depth.
         counts: 1 where what follows was chosen and not put there by a template, shape (n, depth), float32.
+        memory: what a draft with attention looks back at.
     """
 
     hidden: Any
     tokens: Any
     wanted: list[Wanted]
     counts: Any
+    memory: Memory | None
 
 
 class Places:
@@ -39,13 +42,16 @@ class Places:
 
     Args:
         texts: of one or more sorts.
-        hidden: the hidden states of each, float16, shape (rows, length, num_features).
+        seen: what the target computed of each.
         depth: tokens that are fed.
     """
 
-    def __init__(self, texts: Sequence[Texts], hidden: Sequence[NDArray[np.float16]], depth: int) -> None:
-        self.texts, self.hidden, self.depth = list(texts), list(hidden), depth
+    def __init__(self, texts: Sequence[Texts], seen: Sequence[Seen], depth: int) -> None:
+        self.texts, self.seen, self.depth = list(texts), list(seen), depth
         self.index = np.concatenate([_places(i, part, depth) for i, part in enumerate(texts)])
+        # Places of a row of a text follow one another: where each row's begin, and the end.
+        changes = np.flatnonzero((np.diff(self.index[:, :2], axis=0) != 0).any(1)) + 1
+        self.bounds = np.concatenate([[0], changes, [len(self.index)]])
 
     def __len__(self) -> int:
         return len(self.index)
@@ -58,34 +64,52 @@ class Places:
         """Of the first drafted token of every place."""
         return np.array([self.texts[i].kinds[row, t + 2] for i, row, t in self.index], np.uint8)
 
+    def draw(self, rng: np.random.Generator, rows: int, each: int) -> NDArray[np.int64]:
+        """Numbers of random places, `each` out of one row of a text: shape (rows, each)."""
+        chosen = np.searchsorted(self.bounds, rng.integers(0, len(self), rows), "right") - 1
+        first, end = self.bounds[chosen, None], self.bounds[chosen + 1, None]
+        found: NDArray[np.int64] = rng.integers(first, end, (rows, each))
+        return found
+
+    def by_row(self, numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Places, ascending, divided into those of each row."""
+        return np.split(numbers, np.searchsorted(numbers, self.bounds[1:-1]))
+
     def batch(self, numbers: NDArray[np.int64], heads: HeadMap, device: str) -> Batch:
-        """Some of the places."""
-        chosen = self.index[numbers]
-        order = np.argsort(chosen[:, 0], kind="stable")
-        chosen = chosen[order]
-        parts = [self._part(i, chosen[chosen[:, 0] == i, 1:]) for i in np.unique(chosen[:, 0])]
-        back = np.argsort(order)
+        """Some places, shape (rows, each), all of one row of a text in each row."""
+        parts = [self._part(self.index[line]) for line in numbers]
         hidden, tokens, ids, logps, follows, logp, counts = (
-            np.concatenate([part[k] for part in parts])[back] for k in range(7)
+            np.concatenate([part[k] for part in parts]) for k in range(7)
         )
         wanted = [heads.wanted(ids[:, k], logps[:, k], follows[:, k], logp[:, k], device) for k in range(self.depth)]
-        made = (torch.from_numpy(array).to(device) for array in (hidden, tokens, counts))
-        first, second, third = made
-        return Batch(first, second, wanted, third)
+        first, second, third = (torch.from_numpy(array).to(device) for array in (hidden, tokens, counts))
+        return Batch(first, second, wanted, third, self._memory(numbers, device))
 
-    def _part(self, i: int, places: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        texts, rows, t = self.texts[i], places[:, 0], places[:, 1]
-        fed = rows[:, None], t[:, None] + 1 + np.arange(self.depth)
-        after = fed[0], fed[1] + 1
+    def _part(self, places: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        (i, row), t = places[0, :2], places[:, 2]
+        texts, fed = self.texts[i], t[:, None] + 1 + np.arange(self.depth)
         return (
-            np.asarray(self.hidden[i][rows, t]).astype(np.float32),
-            texts.tokens[fed].astype(np.int64),
-            texts.ids[fed],
-            texts.logps[fed],
-            texts.tokens[after],
-            texts.chosen[fed],
-            (texts.kinds[after] != TEMPLATE).astype(np.float32),
+            np.asarray(self.seen[i].hidden[row, t]).astype(np.float32),
+            texts.tokens[row][fed].astype(np.int64),
+            texts.ids[row][fed],
+            texts.logps[row][fed],
+            texts.tokens[row][fed + 1],
+            texts.chosen[row][fed],
+            (texts.kinds[row][fed + 1] != TEMPLATE).astype(np.float32),
         )
+
+    def _memory(self, numbers: NDArray[np.int64], device: str) -> Memory | None:
+        """Keys and values of the rows as far as their places look back, the rest zeros."""
+        if self.seen[0].keys is None:
+            return None
+        places = self.index[numbers]
+        length = int(places[..., 2].max()) + 1
+        parts = [self.seen[i].keys[row, :length] for i, row, _ in places[:, 0]]
+        found = np.zeros((len(parts), length, *parts[0].shape[1:]), np.float32)
+        for line, part in zip(found, parts, strict=True):
+            line[: len(part)] = part
+        keys, values = torch.from_numpy(found).to(device).permute(2, 0, 3, 1, 4)
+        return Memory(keys, values, torch.from_numpy(places[..., 2]).to(device))
 
 
 def _places(number: int, texts: Texts, depth: int) -> NDArray[np.int64]:

@@ -1,23 +1,61 @@
-"""Which of the target's layers a draft reads beside the head's input: a few choices, each trained for some steps."""
+"""Which of the target's layers a draft reads beside the head's input: a few choices, each trained for some steps. And
+which one it attends to: a measurement.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-Layers = tuple[int, ...]
+import numpy as np
+import torch
+
+Pair = tuple[int, ...]
+_TEXTS, _LENGTH = 4, 64
 
 
-def candidates(count: int) -> list[Layers]:
+def candidates(count: int) -> list[Pair]:
     """Two layers of `count`, a lower and a higher one, in some ways; one where there are too few."""
     shares = ((1 / 3, 2 / 3), (1 / 2, 5 / 6), (1 / 6, 1 / 2), (2 / 3, 1))
     found = [(round(low * count), min(round(high * count), count - 1)) for low, high in shares]
-    distinct: list[Layers] = [pair for pair in dict.fromkeys(found) if 0 < pair[0] < pair[1]]
+    distinct: list[Pair] = [pair for pair in dict.fromkeys(found) if 0 < pair[0] < pair[1]]
     return distinct or [(count // 2,)]
 
 
-def search(choices: Sequence[Layers], score: Callable[[Layers], float]) -> tuple[Layers, dict[Layers, float]]:
+def search(choices: Sequence[Pair], score: Callable[[Pair], float]) -> tuple[Pair, dict[Pair, float]]:
     """The best of the choices, and what each scored."""
     if len(choices) == 1:
         return choices[0], {}
     scores = {layers: score(layers) for layers in choices}
     return max(scores, key=scores.__getitem__), scores
+
+
+def induction_scores(model: Any, vocab_size: int, seed: int) -> dict[int, float]:
+    """How well each layer's keys tell what stood before a token, which is what copying needs.
+
+    Random tokens are said twice. A head that copies looks, at a token's second time, at what followed its first
+    (Olsson et al. 2022, "In-context learning and induction heads"). Layers with a window are left out.
+
+    Args:
+        model: of `load_target`.
+        vocab_size: tokens to choose from.
+        seed: of the tokens.
+    Returns:
+        Layer -> share of the attention that goes there, of its best head.
+    """
+    once = np.random.default_rng(seed).integers(0, vocab_size, (_TEXTS, _LENGTH))
+    tokens = torch.from_numpy(np.concatenate([once, once], 1)).to(model.device)
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the others keep no weights
+    try:
+        with torch.inference_mode():
+            attentions = model(tokens, use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(usual)
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(attentions)
+    second = torch.arange(_LENGTH, 2 * _LENGTH - 1)
+    return {
+        layer: float(weights[:, :, second, second - _LENGTH + 1].float().mean((0, 2)).max())
+        for layer, (weights, kind) in enumerate(zip(attentions, kinds, strict=True))
+        if kind == "full_attention"
+    }

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -49,6 +49,36 @@ class Texts:
         return self.kinds[:, 1:] != TEMPLATE  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What a draft reads of its target.
+
+    Attributes:
+        hidden: layers whose attention's input is read, beside the head's.
+        attended: the layer whose keys and values are attended to; None for none.
+    """
+
+    hidden: tuple[int, ...]
+    attended: int | None = None
+
+    def __str__(self) -> str:
+        read = ", ".join(map(str, self.hidden))
+        return read if self.attended is None else f"{read} and keys of {self.attended}"
+
+
+class Seen(NamedTuple):
+    """What a target computes of texts, as far as a draft reads it.
+
+    Attributes:
+        hidden: float16, shape (rows, length, features).
+        keys: float16, shape (rows, length, 2, kv_heads, head_dim): keys, rotated, and values of a layer; None where no
+            layer is attended to.
+    """
+
+    hidden: NDArray[np.float16]
+    keys: NDArray[np.float16] | None
+
+
 _NAMES = tuple(Texts.__dataclass_fields__)
 
 
@@ -58,9 +88,10 @@ def id_type(vocab_size: int) -> type[np.generic]:
 
 
 class Store:
-    """A folder of numbered files of each sort (`written`, `read`). File 0 of a sort is for validation.
+    """A folder of numbered files of each sort (`written`, `asked`, `read`). File 0 of a sort is for validation.
 
-    The target's hidden states of a file's texts lie beside it, each choice of layers in a folder of its own.
+    The target's hidden states of a file's texts, and the keys and values of a layer, lie beside it, each choice of
+    layers in a folder of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,33 +118,33 @@ class Store:
         found = [self._load(self._path(sort, index)) for index in numbers]
         return Texts(*(np.concatenate([getattr(texts, name) for texts in found]) for name in _NAMES))
 
-    def fill_hidden(
+    def fill_seen(
         self,
         sort: str,
         wanted: int,
-        layers: Sequence[int],
-        make: Callable[[NDArray[np.int64]], NDArray[np.float16]],
+        layers: Layers,
+        make: Callable[[NDArray[np.int64]], Seen],
         tell: Callable[[int, int], None],
     ) -> None:
-        """Make the hidden states that are missing of the first files of a sort."""
+        """Make what the target computes that is missing of the first files of a sort."""
         for index in range(wanted):
-            path = self._hidden_path(sort, index, layers)
-            if not path.is_file():
+            paths = self._seen_paths(sort, index, layers)
+            if not all(path.is_file() for path in paths):
                 tell(index, wanted)
-                path.parent.mkdir(exist_ok=True)
                 made = make(self.load(sort, [index]).tokens.astype(np.int64))
-                write_atomically(path, lambda stream, made=made: np.save(stream, made, allow_pickle=False))  # type: ignore[misc]
+                for path, array in zip(paths, made, strict=False):
+                    path.parent.mkdir(exist_ok=True)
+                    write_atomically(path, lambda stream, array=array: np.save(stream, array, allow_pickle=False))  # type: ignore[misc]
 
-    def hidden(self, sort: str, index: int, layers: Sequence[int]) -> NDArray[np.float16]:
-        """Hidden states of a file's texts, shape (n, length, features), left on the disk until they are used."""
-        path = self._hidden_path(sort, index, layers)
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-        except (OSError, ValueError) as error:
-            raise _damaged(path, error) from error
+    def seen(self, sort: str, index: int, layers: Layers) -> Seen:
+        """What the target computes of a file's texts, left on the disk until it is used."""
+        found = [_open_array(path) for path in self._seen_paths(sort, index, layers)]
+        return Seen(found[0], found[1] if len(found) > 1 else None)
 
-    def _hidden_path(self, sort: str, index: int, layers: Sequence[int]) -> Path:
-        return self.folder / f"hidden-{'-'.join(map(str, layers))}" / f"{sort}-{index:05d}.npy"
+    def _seen_paths(self, sort: str, index: int, layers: Layers) -> list[Path]:
+        folders = [f"hidden-{'-'.join(map(str, layers.hidden))}"]
+        folders += [] if layers.attended is None else [f"keys-{layers.attended}"]
+        return [self.folder / folder / f"{sort}-{index:05d}.npy" for folder in folders]
 
     def _path(self, sort: str, index: int) -> Path:
         return self.folder / f"{sort}-{index:05d}.npz"
@@ -124,6 +155,13 @@ class Store:
                 return Texts(*(archive[name] for name in _NAMES))
         except (OSError, ValueError, KeyError, BadZipFile) as error:
             raise _damaged(path, error) from error
+
+
+def _open_array(path: Path) -> NDArray[np.float16]:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def write_json(path: Path, value: object) -> None:

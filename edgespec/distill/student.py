@@ -1,13 +1,14 @@
 """The draft in torch: from the target's hidden states and the last token to the next token, and on from its own state.
 
-Owns the shape of a draft and where its weights start. It has no attention and no cache: what it knows of the text is in
-the hidden states of the target, which the target computes anyway (Ankner et al. 2024, "Hydra"; Li et al. 2024,
-"EAGLE").
+Owns the shape of a draft and where its weights start. It has no cache: what it knows of the text is in the hidden
+states of the target, which the target computes anyway (Ankner et al. 2024, "Hydra"; Li et al. 2024, "EAGLE"), and in
+the keys and values of one of its layers, to which it attends (Du et al. 2024, "GLIDE").
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from edgespec.distill.store import Layers
 from edgespec.errors import ConfigError
 
+_ATTENTION = 0.3  # of what the target's layer adds to its states, to begin with: the draft's states are smaller
+_PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NOISE = 0.01  # of weights that would otherwise start at 0, so that they learn different things
 
 
@@ -33,6 +37,8 @@ class DraftShape:
         head_size: tokens that can be drafted.
         vocab_size: rows of the embedding.
         rms_norm_eps: of the norms.
+        attended_layer: of the target, whose keys and values are attended to; None for a draft without attention.
+        num_heads, num_kv_heads, head_dim: of that attention, 0 without it.
     """
 
     hidden_layers: tuple[int, ...]
@@ -42,6 +48,10 @@ class DraftShape:
     head_size: int
     vocab_size: int
     rms_norm_eps: float
+    attended_layer: int | None = None
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
 
     @property
     def num_features(self) -> int:
@@ -49,26 +59,107 @@ class DraftShape:
         return (len(self.hidden_layers) + 1) * self.hidden_size
 
 
-def draft_shape(
-    config: Any, hidden_layers: tuple[int, ...], blocks: int, width: int | None, head_size: int
-) -> DraftShape:
+def draft_shape(config: Any, layers: Layers, blocks: int, width: int | None, head_size: int) -> DraftShape:
     """The shape of a draft for a target.
 
     Raises:
         ConfigError: the width is out of range.
     """
-    own = int(config.intermediate_size)
+    own, hidden, heads = int(config.intermediate_size), int(config.hidden_size), int(config.num_attention_heads)
     if width is not None and width > 8 * own:
         raise ConfigError(f"width is {width}, but the target's layers have {own} neurons: ask for fewer")
+    sizes = (heads, int(getattr(config, "num_key_value_heads", None) or heads))
     return DraftShape(
-        hidden_layers,
-        int(config.hidden_size),
+        layers.hidden,
+        hidden,
         own if width is None else width,
         blocks,
         head_size,
         int(config.vocab_size),
         float(getattr(config, "rms_norm_eps", 1e-5)),
+        layers.attended,
+        *((0, 0, 0) if layers.attended is None else (*sizes, getattr(config, "head_dim", None) or hidden // heads)),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What the draft attends to, for rows of texts with as many places in each.
+
+    Attributes:
+        keys, values: of the target's layer, keys rotated, shape (rows, kv_heads, length, head_dim).
+        positions: of the last token that the target has read, shape (rows, places).
+        own: keys and values of the tokens drafted from there, shape (rows, places, kv_heads, head_dim) each.
+    """
+
+    keys: Any
+    values: Any
+    positions: Any
+    own: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def first(self, rows: int) -> Memory:
+        """Of the first rows."""
+        own = [(key[:rows], value[:rows]) for key, value in self.own]
+        return Memory(self.keys[:rows], self.values[:rows], self.positions[:rows], own)
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Attention to a layer of the target, and to what was drafted since.
+
+    Args:
+        rotate: (queries, keys, positions) -> both rotated as the target does it: shapes (rows, heads, places,
+            head_dim), and positions (rows, places).
+    """
+
+    def __init__(self, shape: DraftShape, rotate: Any) -> None:
+        super().__init__()
+        self.shape, self.rotate = shape, rotate
+        hidden, dim = shape.hidden_size, shape.head_dim
+        self.norm = nn.RMSNorm(hidden, shape.rms_norm_eps)
+        self.q_proj = nn.Linear(hidden, shape.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(hidden, shape.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(hidden, shape.num_kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * dim, hidden, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+
+    def forward(self, state: Any, memory: Memory) -> Any:
+        """Shape (rows x places, hidden_size); the memory gets the new keys and values."""
+        shape = self.shape
+        rows, places = memory.positions.shape
+        inner = self.norm(state.float())
+
+        def heads(product: Any, count: int) -> Any:
+            return product.view(rows, places, count, shape.head_dim).transpose(1, 2)
+
+        position = memory.positions + 1 + len(memory.own)
+        query, key = heads(self.q_proj(inner), shape.num_heads), heads(self.k_proj(inner), shape.num_kv_heads)
+        query, key = self.rotate(query, key, position)
+        memory.own.append((key, heads(self.v_proj(inner), shape.num_kv_heads)))
+        query = query.reshape(rows, shape.num_kv_heads, -1, places, shape.head_dim) * shape.head_dim**-0.5
+        scores = query @ memory.keys[:, :, None].transpose(-1, -2)
+        is_behind = torch.arange(memory.keys.shape[2], device=position.device) > memory.positions[..., None]
+        scores = scores.float().masked_fill(is_behind[:, None, None], -torch.inf)
+        own = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key, _ in memory.own]
+        weights = torch.cat([scores, *own], -1).softmax(-1).to(query.dtype)
+        length = memory.keys.shape[2]
+        mixed = weights[..., :length] @ memory.values[:, :, None]
+        for i, (_, value) in enumerate(memory.own, length):
+            mixed = mixed + weights[..., i : i + 1] * value[:, :, None]
+        mixed = mixed.reshape(rows, shape.num_heads, places, shape.head_dim).transpose(1, 2)
+        return state + self.o_proj(mixed.reshape(rows * places, -1))
+
+
+def target_rotation(target: Any) -> Any:
+    """`rotate` of `Attention`, out of the target's own code."""
+    apply = sys.modules[type(target).__module__].apply_rotary_pos_emb
+
+    def rotate(query: Any, key: Any, positions: Any) -> tuple[Any, Any]:
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            cos, sin = target.model.rotary_emb(query.float(), positions)
+        query, key = apply(query, key, cos.to(query.dtype), sin.to(query.dtype))
+        return query, key
+
+    return rotate
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -96,9 +187,10 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
         embedding: the target's, shape (vocab_size, hidden_size); it is not trained and no part of the draft.
         head: rows of the target's head that its own starts from, shape (head_size, hidden_size).
         scale: of the target's last norm, shape (hidden_size,).
+        rotate: as for `Attention`.
     """
 
-    def __init__(self, shape: DraftShape, embedding: Any, head: Any, scale: Any) -> None:
+    def __init__(self, shape: DraftShape, embedding: Any, head: Any, scale: Any, rotate: Any = None) -> None:
         super().__init__()
         self.shape = shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
@@ -106,6 +198,7 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
         self.fc = nn.Linear(shape.num_features, hidden, bias=False)
         self.norm_state, self.norm_token = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         self.mix = nn.Linear(2 * hidden, hidden, bias=False)
+        self.attention = None if shape.attended_layer is None else Attention(shape, rotate)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(hidden, eps)
         self.head = nn.Linear(hidden, shape.head_size, bias=False)
@@ -120,10 +213,16 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
         """The state that the target's hidden states are worth: shape (n, num_features) -> (n, hidden_size)."""
         return self.fc(hidden)
 
-    def forward(self, state: Any, tokens: Any) -> tuple[Any, Any]:
-        """The next state, and the logits of what follows `tokens`: shapes (n, hidden_size) and (n, head_size)."""
+    def forward(self, state: Any, tokens: Any, memory: Memory | None = None) -> tuple[Any, Any]:
+        """The next state, and the logits of what follows `tokens`: shapes (n, hidden_size) and (n, head_size).
+
+        Args:
+            memory: of these n places, where the draft has attention.
+        """
         token = functional.embedding(tokens, self.embedding)
         state = self.mix(torch.cat([self.norm_state(state.float()), self.norm_token(token)], -1))
+        if self.attention is not None:
+            state = self.attention(state, memory)
         for block in self.blocks:
             state = block(state)
         return state, self.head(self.norm(state.float()))
@@ -136,9 +235,33 @@ def _start(width: int, height: int, last: Any) -> Any:
 
 
 def make_student(target: Any, shape: DraftShape, head_ids: NDArray[np.int64]) -> HiddenDraft:
-    """A draft that starts from the target's embedding, last norm and head."""
+    """A draft that starts from the target's embedding, last norm, head, and the attention of the attended layer."""
     rows = torch.from_numpy(head_ids).to(target.device)
     head = target.lm_head.weight[rows].float()
-    scale = getattr(target.model.norm, "weight", torch.ones(shape.hidden_size)).float()
-    draft = HiddenDraft(shape, target.get_input_embeddings().weight, head.cpu(), scale.cpu())
+    embedding = target.get_input_embeddings().weight
+    rotate = None if shape.attended_layer is None else target_rotation(target)
+    draft = HiddenDraft(shape, embedding, head.cpu(), _scale(target.model.norm, shape.hidden_size), rotate)
+    if draft.attention is not None:
+        _start_attention(draft.attention, target.model.layers[shape.attended_layer])
     return draft.to(target.device).train()  # type: ignore[no-any-return]
+
+
+def _start_attention(attention: Attention, layer: Any) -> None:
+    """Start from the layer's own products: the head that copies finds the token's first time at once."""
+    own = {name: getattr(attention, name).weight for name in _PRODUCTS}
+    products = {name: getattr(layer.self_attn, name, None) for name in _PRODUCTS}
+    found = {name: getattr(product, "weight", own[name][:0]) for name, product in products.items()}
+    if any(weight.shape != own[name].shape for name, weight in found.items()):
+        return
+    with torch.no_grad():
+        attention.norm.weight.copy_(_scale(layer.input_layernorm, attention.shape.hidden_size))
+        for name, weight in found.items():
+            own[name].copy_(weight.float() * (_ATTENTION if name == "o_proj" else 1))
+
+
+def _scale(norm: Any, size: int) -> Any:
+    """What a norm without a mean multiplies by, shape (size,), whatever it calls its weight; ones of another norm."""
+    weight = next(iter(norm.parameters()), torch.ones(size))
+    with torch.no_grad():
+        found = norm(torch.ones(1, size, dtype=weight.dtype, device=weight.device))[0].float().cpu()
+    return found if found.abs().sum() > 0 else torch.ones(size)

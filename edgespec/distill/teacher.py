@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from edgespec.distill.attention import register
 from edgespec.distill.options import Settings
-from edgespec.distill.store import ANSWER, READ, TEMPLATE, USER, Texts, id_type
+from edgespec.distill.store import ANSWER, READ, TEMPLATE, USER, Layers, Seen, Texts, id_type
 from edgespec.distill.turns import Turns
 from edgespec.errors import ExportError
 from edgespec.export.source import Source
@@ -149,46 +149,48 @@ class Teacher:
             torch.cat(chosen).numpy(),
         )
 
-    def hidden(self, tokens: NDArray[np.int64], layers: Sequence[int]) -> NDArray[np.float16]:
-        """What a draft reads of the target after each token of texts: shape (n, length) -> (n, length, features).
-
-        That is the input of the attention of some layers, and behind them the input of the head.
-        """
+    def see(self, tokens: NDArray[np.int64], layers: Layers) -> Seen:
+        """What a draft reads of the target after each token of texts, shape (n, length)."""
         found: dict[int, Any] = {}
         hooks = [
             self.model.model.layers[layer].self_attn.register_forward_pre_hook(
                 lambda _, inputs, named, layer=layer: found.update({layer: _first_input(inputs, named)}),
                 with_kwargs=True,
             )
-            for layer in layers
+            for layer in layers.hidden
         ]
-        parts = []
+        hidden, keys = [], []
         try:
             for start in range(0, len(tokens), self._texts_at_once(tokens.shape[1])):
                 part = torch.from_numpy(tokens[start : start + self._texts_at_once(tokens.shape[1])])
                 with torch.inference_mode():
-                    last = self.model.model(part.to(self.machine.device), use_cache=False).last_hidden_state
-                parts.append(torch.cat([*(found[layer] for layer in layers), last], -1).half().cpu())
+                    made = self.model.model(part.to(self.machine.device), use_cache=layers.attended is not None)
+                parts = [*(found[layer] for layer in layers.hidden), made.last_hidden_state]
+                hidden.append(torch.cat(parts, -1).half().cpu())
+                if layers.attended is not None:
+                    layer = made.past_key_values.layers[layers.attended]
+                    keys.append(torch.stack([layer.keys, layer.values], 2).permute(0, 3, 2, 1, 4).half().cpu())
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat(parts).numpy()  # type: ignore[no-any-return]
+        return Seen(torch.cat(hidden).numpy(), torch.cat(keys).numpy() if keys else None)
 
-    def write(self, turns: Turns, prompts: list[list[int]], seed: Sequence[int]) -> Texts:
-        """Conversations that the target writes on both sides, `write_rows` of them.
+    def write(self, turns: Turns, openings: Sequence[list[int] | None], length: int, seed: Sequence[int]) -> Texts:
+        """Conversations that the target writes on both sides, one for each opening.
 
         Args:
             turns: of its template.
-            prompts: tokens of user turns that every second row starts with; may be empty.
+            openings: tokens of each first user turn, cut to what leaves room for an answer; None lets the target write
+                it.
+            length: of each conversation, in tokens.
             seed: decides everything.
         """
-        settings = self.settings
         rng = np.random.default_rng(seed)
-        count, length = settings.write_rows, settings.write_length
+        count = len(openings)
         rows = [_Row(turns, TEMPERATURES[i % len(TEMPERATURES)]) for i in range(count)]
-        if prompts:
-            for row, index in zip(rows[::2], rng.integers(0, len(prompts), len(rows[::2])), strict=True):
-                row.start_with(prompts[index], length)
+        for row, opening in zip(rows, openings, strict=True):
+            if opening is not None:
+                row.start_with(opening, length)
         before = turns.before[-(length // 2) :]
         writing = _Writing(np.tile(np.array(before), (count, 1)), length, self.num_kept)
         cache = Cache(layers=[_Slab(length) for _ in range(self.model.config.num_hidden_layers)])

@@ -27,6 +27,8 @@ _WARM_UP = 0.03  # of the budget
 _DECAY = 0.25  # of the tokens trained on before it begins
 _GAIN = 0.002  # of acceptance: less is none
 _CLIP = 1.0
+_FEWER = 3  # times places at each further depth
+_EACH = 32  # places of a row of a text in a batch: they share its keys and values
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -151,21 +153,23 @@ class Trainer:
         """
         settings = self.settings
         rng = np.random.default_rng([settings.seed, self.state.step])
-        numbers = rng.integers(0, len(self.train), settings.batch_tokens)
-        batch = self.train.batch(numbers, self.heads, self.machine.device)
-        count, weights = len(numbers), torch.ones(len(numbers), device=self.machine.device)
+        rows = max(1, settings.batch_tokens // _EACH)
+        batch = self.train.batch(self.train.draw(rng, rows, _EACH), self.heads, self.machine.device)
+        weights, memory = torch.ones(rows * _EACH, device=self.machine.device), batch.memory
         with self.machine.autocast():
             state = self.model.read(batch.hidden)
         total = torch.zeros((), device=self.machine.device)
         for depth, wanted in enumerate(batch.wanted):
+            count = rows * _EACH
             wanted = wanted.first(count)
             weights = weights[:count] * batch.counts[:count, depth]
+            memory = memory and memory.first(rows)
             with self.machine.autocast():
-                state, logits = self.model(state[:count], batch.tokens[:count, depth])
+                state, logits = self.model(state[:count], batch.tokens[:count, depth], memory)
             logits = logits.float()
             total = total + (distance(logits, wanted, settings.total_variation) * weights).sum() / count
             weights = weights * survival(logits, wanted)
-            count = max(1, count // 2)
+            rows = max(1, rows // _FEWER)
         return total
 
     def _rate(self) -> float:

@@ -22,7 +22,6 @@ from edgespec.drafters.ngram import look_up
 
 _LOOKED_UP = 1500  # positions on which prompt lookup is tried
 _MAX_NGRAM = 3
-_AT_ONCE = 1024
 _MOST = 4096  # places of each kind that are measured
 
 
@@ -83,15 +82,17 @@ def _rates(
     """Whether first choices agree and min(1, q(x) / p(x)), by depth, shape (n, depth); sum(min(p, q)) at depth one."""
     device = str(next(model.parameters()).device)
     parts: list[list[Any]] = [[], [], []]
-    for start in range(0, len(numbers), _AT_ONCE):
-        batch = places.batch(numbers[start : start + _AT_ONCE], heads, device)
+    for line in places.by_row(numbers) if len(numbers) else []:
+        if not len(line):
+            continue
+        batch = places.batch(line[None], heads, device)
         firsts, rates, overlaps = [], [], []
         with torch.no_grad():
             with autocast:
                 state = model.read(batch.hidden)
             for depth in range(places.depth):
                 with autocast:
-                    state, logits = model(state, batch.tokens[:, depth])
+                    state, logits = model(state, batch.tokens[:, depth], batch.memory)
                 first, overlap = agreement(logits.float(), batch.wanted[depth])
                 firsts.append(first.float())
                 overlaps.append(overlap)
