@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 import edgespec
 from edgespec.bundle import model_head, read_bundle
 from edgespec.cli.export import export_command
-from edgespec.errors import ExportError, IncompatibleDraftError
+from edgespec.errors import ConfigError, ExportError, IncompatibleDraftError
 from edgespec.params import SamplingParams, SpecParams
 from tests.export_models import save_llama, torch_logits
 
@@ -172,6 +173,24 @@ def test_what_is_no_draft_is_left_alone(llama: Path, made: tuple[Path, Path, str
         distill(str(llama), tmp_path)
     with pytest.raises(ExportError, match="--force"):
         distill(str(llama), made[0])
+
+
+def test_a_draft_is_trained_further(made: tuple[Path, Path, str, str], llama: Path, tmp_path: Path) -> None:
+    """A few steps from a draft are much better than a few from the target's weights; one without attention gets it."""
+    from edgespec.distill import Settings, distill
+
+    work = made[0].with_name("whole.work")
+    few = Settings(layers=1, width=64, head_size=120, tokens=30000, train_tokens=2048, learning_rate=1e-5)
+    anew = distill(str(llama), tmp_path / "anew", replace(few, attention=False), work=work)
+    further = distill(str(llama), tmp_path / "further", replace(few, start=made[0]), work=work)
+    again = distill(str(llama), tmp_path / "again", replace(few, start=tmp_path / "anew"), work=work)
+    reached = json.loads((made[0] / "training.json").read_text(encoding="utf-8"))[-1]
+    assert abs(further.acceptance.score - reached["score"]) < 0.02
+    assert anew.acceptance.score < reached["score"] - 0.05
+    assert (anew.layers.attended, again.layers.attended) == (None, further.layers.attended)
+    assert "went on from `whole`" in (tmp_path / "further" / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match="no distilled draft"):
+        distill(str(llama), tmp_path / "no", replace(few, start=llama), work=work)
 
 
 def test_the_time_left_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

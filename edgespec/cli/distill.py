@@ -38,6 +38,7 @@ _QUIET_S = 30.0  # between lines about the time left, where there is no bar
     metavar="FILE",
     help="A prompt on each line, for half of the conversations.",
 )
+@click.option("--from", "start", metavar="DRAFT", type=NamedPath(), help="Go on training this draft.")
 @click.option("--work", metavar="DIR", type=NamedPath(), help="Texts and checkpoints.  [default: DIR.work]")
 @option("--seed", text="Of everything random.", default=_DEFAULT.seed, type=int)
 @click.option("--force", is_flag=True, help="Replace a draft that is there already.")

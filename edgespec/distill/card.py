@@ -42,6 +42,8 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())
     yield f"- Data: no data set. Tokens with the target's distributions: {sorts}."
     yield f"- Training: {report.steps:,} steps, {report.trained_tokens:,} places, seed {settings.seed}."
+    if settings.start is not None:
+        yield f"  It went on from `{settings.start.name}`, whose training is not counted here."
     yield f"- Predicted cost of a step over a target step, 8 bits: {report.cost_ratio:.3f}."
     yield ""
     yield from _acceptance(report)

@@ -20,6 +20,7 @@ class Settings:
         tokens: that the target writes or reads, with its distributions and hidden states kept.
         train_tokens: most places that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
+        start: a distilled draft of this target to go on training, in its sizes; None starts from the target's weights.
         seed: of everything random.
         written: share of the tokens that the target writes in conversations of its own.
         asked: share of those that it writes about passages of its own answers and of what is installed; the rest is
@@ -44,6 +45,7 @@ class Settings:
     tokens: int = 1_300_000
     train_tokens: int | None = None
     prompts: Path | None = None
+    start: Path | None = None
     seed: int = 0
     written: float = 0.5
     asked: float = 0.4

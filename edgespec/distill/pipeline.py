@@ -23,13 +23,22 @@ from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
 from edgespec.distill.search import Pair, candidates, induction_scores, search
 from edgespec.distill.store import Layers, Store, Texts, write_json
-from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, make_student
+from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, go_on_from, make_student
 from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
 from edgespec.distill.train import State, Trainer
 from edgespec.distill.validate import Acceptance, baselines
 from edgespec.errors import ConfigError, ExportError
 from edgespec.export.convert import require_extra
-from edgespec.export.distilled import FORMAT_VERSION, MARK, vocabulary_digest, write_distilled
+from edgespec.export.distilled import (
+    FORMAT_VERSION,
+    MARK,
+    WEIGHTS,
+    Distilled,
+    find_distilled,
+    read_distilled,
+    vocabulary_digest,
+    write_distilled,
+)
 from edgespec.export.progress import Progress, SilentProgress
 from edgespec.export.source import Source, fetch_source
 
@@ -75,6 +84,7 @@ class _Job:
     progress: Progress
     packages: list[str]
     cost_ratio: float = 0.0
+    start: Distilled | None = None
 
 
 def distill(
@@ -121,17 +131,19 @@ def distill(
 
 def _run(job: _Job, out: Path) -> DistillReport:
     progress = job.progress
+    job.start = _find_start(job)
     model = load_target(job.source, job.machine)
     vocab_size = _vocab_size(job.source, model)
-    head_size = min(job.settings.head_size, vocab_size)
-    job.settings = _fit(job.settings, model.config, head_size)
+    job.settings = _fit(job, model.config, vocab_size)
     attended = _attended_layer(job, model, vocab_size)
-    choices = [Layers(pair, attended) for pair in candidates(model.config.num_hidden_layers)]
+    pairs = candidates(model.config.num_hidden_layers) if job.start is None else [job.start.hidden_layers]
+    choices = [Layers(pair, attended) for pair in pairs]
     job.cost_ratio = predict_cost_ratio(model.config, _shape(job, model, choices[0]))
     progress.note(f"a draft step is predicted to cost {job.cost_ratio:.3f} of a target step (8 bits, one row)")
     teacher = Teacher(model, job.settings, vocab_size, job.machine)
     data = _make_data(job, teacher)
-    heads = HeadMap(rank_head(data, vocab_size, head_size), vocab_size)
+    ids = rank_head(data, vocab_size, job.settings.head_size) if job.start is None else job.start.head_ids
+    heads = HeadMap(ids, vocab_size)
     progress.note(f"the head has {_coverage(heads, data.check['written']):.1%} of what the target writes")
     found = baselines(data.train["written"], data.check["written"])
     progress.note(", ".join(f"{name.replace('_', ' ')} alone {value:.3f}" for name, value in found.items()))
@@ -142,6 +154,8 @@ def _run(job: _Job, out: Path) -> DistillReport:
     train, check = places(data, layers, job.settings.depth)
     torch.manual_seed(job.settings.seed)
     student = make_student(model, _shape(job, model, layers), heads.head_ids)
+    if job.start is not None:
+        go_on_from(student, job.start.read_weights())
     file = folder / "checkpoint.safetensors"
     trainer = Trainer(student, heads, train, check, job.settings, job.machine, file, job.settings.budget)
     _train(job, trainer)
@@ -167,15 +181,34 @@ def _shape(job: _Job, model: Any, layers: Layers) -> DraftShape:
     return draft_shape(model.config, layers, settings.layers, settings.width, settings.head_size)
 
 
-def _fit(settings: Settings, config: Any, head_size: int) -> Settings:
-    """The settings within what the target can do."""
+def _fit(job: _Job, config: Any, vocab_size: int) -> Settings:
+    """The settings within what the target can do, and with the sizes of the draft to start from."""
+    settings, start = job.settings, job.start
+    if start is not None:
+        settings = replace(settings, layers=start.num_blocks, width=start.intermediate_size, head_size=start.head_size)
     longest = int(getattr(config, "max_position_embeddings", settings.read_length))
     return replace(
         settings,
-        head_size=head_size,
+        head_size=min(settings.head_size, vocab_size),
         write_length=min(settings.write_length, longest),
         read_length=min(settings.read_length, longest),
     )
+
+
+def _find_start(job: _Job) -> Distilled | None:
+    """The draft to start from.
+
+    Raises:
+        ConfigError: it is none.
+        ExportError, IncompatibleDraftError: it is damaged, or of another target.
+    """
+    name = job.settings.start
+    if name is None:
+        return None
+    folder = find_distilled(str(name))
+    if folder is None:
+        raise ConfigError(f"{name} is no distilled draft to start from; name one, or start without")
+    return read_distilled(folder, job.source)
 
 
 def _vocab_size(source: Source, model: Any) -> int:
@@ -209,6 +242,8 @@ def _make_data(job: _Job, teacher: Teacher) -> Data:
 
 def _attended_layer(job: _Job, model: Any, vocab_size: int) -> int | None:
     """The layer whose keys are best for copying."""
+    if job.start is not None and job.start.attended_layer is not None:
+        return job.start.attended_layer
     if not job.settings.attention:
         return None
     scores = induction_scores(model, vocab_size, job.settings.seed)
@@ -337,6 +372,8 @@ def _coverage(heads: HeadMap, texts: Texts) -> float:
 def _training_folder(job: _Job) -> Path:
     """A folder for a training with these settings."""
     values = {name: str(value) for name, value in asdict(job.settings).items() if name != "checkpoint_every"}
+    if job.start is not None:
+        values["start"] = hashlib.sha256((job.start.folder / WEIGHTS).read_bytes()).hexdigest()
     name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
     folder = job.work / f"training-{name}"
     folder.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@ the keys and values of one of its layers, to which it attends (Du et al. 2024, "
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,6 +245,14 @@ def make_student(target: Any, shape: DraftShape, head_ids: NDArray[np.int64]) ->
     if draft.attention is not None:
         _start_attention(draft.attention, target.model.layers[shape.attended_layer])
     return draft.to(target.device).train()  # type: ignore[no-any-return]
+
+
+def go_on_from(draft: HiddenDraft, weights: Mapping[str, NDArray[np.float32]]) -> None:
+    """Replace a draft's weights by those of another of the same sizes, which may be without attention."""
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if name in weights or not name.startswith("attention."):
+                parameter.copy_(torch.from_numpy(weights[name]))
 
 
 def _start_attention(attention: Attention, layer: Any) -> None:
