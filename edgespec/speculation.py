@@ -131,15 +131,20 @@ def profile_name(
     from edgespec.ort import runtime_version
 
     facts = [bundle_digest(manifest), runtime_version(), provider, runtime.threads, runtime.spinning, row_rule]
-    apart = [runtime.draft_provider] if has_draft and runtime.draft_provider is not None else []
-    return profile_key(*facts, has_draft, *apart)
+    return profile_key(*facts, has_draft, *_apart(runtime, has_draft=has_draft))
 
 
-def advice_name(manifest: Manifest, provider: str, *, has_draft: bool) -> str:
-    """The key of advice."""
+def advice_name(manifest: Manifest, runtime: RuntimeParams, provider: str, *, has_draft: bool) -> str:
+    """The key of advice. Arguments as for `profile_name`; of `runtime` only the draft's provider counts."""
     from edgespec.ort import runtime_version
 
-    return profile_key("advice", bundle_digest(manifest), runtime_version(), provider, has_draft)
+    facts = ["advice", bundle_digest(manifest), runtime_version(), provider, has_draft]
+    return profile_key(*facts, *_apart(runtime, has_draft=has_draft))
+
+
+def _apart(runtime: RuntimeParams, *, has_draft: bool) -> list[str]:
+    """The provider of a draft model that runs on another one than the target."""
+    return [runtime.draft_provider] if has_draft and runtime.draft_provider is not None else []
 
 
 def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bool) -> RuntimeParams:
@@ -148,7 +153,7 @@ def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bo
         return runtime
     from edgespec.ort import provider_name
 
-    advice = read_advice(advice_name(manifest, provider_name(runtime.provider), has_draft=has_draft))
+    advice = read_advice(advice_name(manifest, runtime, provider_name(runtime.provider), has_draft=has_draft))
     spinning: Spinning = runtime.spinning
     if spinning == "auto":
         # Idle threads that spin take the cores from whatever else runs, and on a busy machine cost more than they win.

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -115,7 +115,7 @@ class Tuning:
         return max(median(median_error(line) / median(line) for line in lines), *(t.uncertainty for t in tables))
 
 
-def tune(bundle: Bundle, budget_s: float, provider: str, tell: Tell) -> Tuning:
+def tune(bundle: Bundle, budget_s: float, runtime: RuntimeParams, tell: Tell) -> Tuning:
     """Measure a bundle, and store what was found for engines to come.
 
     Takes about `budget_s` seconds besides the loading of models, longer where one round of everything does.
@@ -123,31 +123,31 @@ def tune(bundle: Bundle, budget_s: float, provider: str, tell: Tell) -> Tuning:
     Args:
         bundle: checked.
         budget_s: seconds to spend on measuring.
-        provider: execution provider.
+        runtime: execution providers; threads and spinning are what is looked for.
         tell: called with what is being done and the share of it that is done.
     Raises:
         SessionError, ConfigError: a model cannot be run.
     """
     manifest = bundle.manifest
     candidates = [Candidate(n, spinning) for n in thread_counts(physical_cores()) for spinning in _SPINNINGS]
-    _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, provider, tell)
+    _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, runtime, tell)
     single = gentlest(candidates, lambda c: median(c.single_s))
     pair = gentlest(candidates, lambda c: median(c.pair_s)) if manifest.draft is not None else None
     tell("cost of calls", _SWEEP_SHARE)
     target_s = budget_s * (_TARGET_SHARE if pair is not None else 1 - _SWEEP_SHARE)
-    with _sessions(bundle, single, provider, with_draft=False) as (target, _):
-        name = target.provider
+    with _sessions(bundle, single, runtime, with_draft=False) as (target, _):
+        provider = target.provider
         table = measure_costs(target, target_s, ALL_ROWS, PASTS)
         prefill = _prefill_rate(target)
-    is_stored = _store(bundle, single, name, Profile(table, None, MOST_TRIES))
+    is_stored = _store(bundle, single, runtime, provider, Profile(table, None, MOST_TRIES))
     paired, draft_table = None, None
     if pair is not None:
         tell("cost of calls of both models", _SWEEP_SHARE + _TARGET_SHARE)
-        with _sessions(bundle, pair, provider, with_draft=True) as (target, draft):
+        with _sessions(bundle, pair, runtime, with_draft=True) as (target, draft):
             assert draft is not None
             pair_s = budget_s * (1 - _SWEEP_SHARE - _TARGET_SHARE)
             paired, draft_table = measure_pair(target, draft, pair_s, ALL_ROWS, PASTS)
-        is_stored &= _store(bundle, pair, name, Profile(paired, draft_table, MOST_TRIES))
+        is_stored &= _store(bundle, pair, runtime, provider, Profile(paired, draft_table, MOST_TRIES))
     even = break_even(table, paired, draft_table)
     return Tuning(candidates, single, pair, table, paired, draft_table, prefill, even, is_stored)
 
@@ -220,7 +220,7 @@ def least_acceptance(pass_seconds: NDArray[np.float64], gamma: int, draft_second
     return high
 
 
-def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, provider: str, tell: Tell) -> None:
+def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, runtime: RuntimeParams, tell: Tell) -> None:
     """Fill in the seconds of all candidates. As many as memory allows take turns."""
     size = sum(file.size for file in bundle.manifest.files.values())
     together = max(1, _MOST_BYTES // max(size, 1))
@@ -230,7 +230,7 @@ def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, provide
         tell("threads and spinning", _SWEEP_SHARE * i / len(groups))
         with contextlib.ExitStack() as stack:
             opened = [
-                (c, *stack.enter_context(_sessions(bundle, c.advice, provider, with_draft=with_draft))) for c in group
+                (c, *stack.enter_context(_sessions(bundle, c.advice, runtime, with_draft=with_draft))) for c in group
             ]
             _take_turns(opened, budget_s / len(groups))
 
@@ -277,11 +277,10 @@ def _round(target: DecoderSession, drafter: DraftSession) -> float:
 
 @contextlib.contextmanager
 def _sessions(
-    bundle: Bundle, advice: Advice, provider: str, *, with_draft: bool
+    bundle: Bundle, advice: Advice, runtime: RuntimeParams, *, with_draft: bool
 ) -> Iterator[tuple[DecoderSession, DraftSession | None]]:
     """The bundle's models as an engine opens them."""
-    runtime = RuntimeParams(provider=provider, threads=advice.threads, spinning=advice.spinning)
-    manifest = bundle.manifest
+    runtime, manifest = _advised(runtime, advice), bundle.manifest
     with contextlib.ExitStack() as stack:
         target = open_target(bundle, runtime)
         stack.callback(target.close)
@@ -305,9 +304,13 @@ def _prefill_rate(session: DecoderSession) -> float:
     return count / median(times[1:])
 
 
-def _store(bundle: Bundle, advice: Advice, provider: str, profile: Profile) -> bool:
+def _advised(runtime: RuntimeParams, advice: Advice) -> RuntimeParams:
+    return replace(runtime, threads=advice.threads, spinning=advice.spinning)
+
+
+def _store(bundle: Bundle, advice: Advice, runtime: RuntimeParams, provider: str, profile: Profile) -> bool:
     """Where `speculation` finds them when an engine with as many models is loaded. False if that cannot be written."""
     manifest, has_draft = bundle.manifest, profile.draft is not None
-    runtime = RuntimeParams(threads=advice.threads, spinning=advice.spinning)
-    key = profile_name(manifest, runtime, provider, None, has_draft=has_draft)
-    return write_profile(advice_name(manifest, provider, has_draft=has_draft), advice) and write_profile(key, profile)
+    key = profile_name(manifest, _advised(runtime, advice), provider, None, has_draft=has_draft)
+    name = advice_name(manifest, runtime, provider, has_draft=has_draft)
+    return write_profile(name, advice) and write_profile(key, profile)

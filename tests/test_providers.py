@@ -136,7 +136,7 @@ def test_costs_are_measured_for_each_pair_of_providers(tiny_pair: Path) -> None:
     assert name(None, has_draft=False) == name(OTHER, has_draft=False)
 
 
-@pytest.mark.parametrize("command", [["run", "-p", "x"], ["verify"], ["bench"]])
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["verify"], ["bench"], ["tune"]])
 def test_the_option_is_passed_on(command: list[str], tiny_pair: Path) -> None:
     """Each command that loads a pair says that there is no such provider."""
     result = cli(command[0], tiny_pair, *command[1:], "--draft-provider", "nowhere")

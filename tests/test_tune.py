@@ -74,7 +74,7 @@ def test_break_even_by_past() -> None:
 def test_a_pair(tiny_pair: Path, empty_cache: Path) -> None:
     """Everything is measured once at least, and an engine that is loaded then runs as advised, with these costs."""
     bundle = read_bundle(tiny_pair)
-    found = tune(bundle, 0.3, "cpu", quiet)
+    found = tune(bundle, 0.3, RuntimeParams(), quiet)
     assert len(found.candidates) == 3 * len(thread_counts(tuning.physical_cores()))
     assert all(c.single_s and c.pair_s for c in found.candidates)
     assert (found.target.rows, found.target.pasts[0]) == (tuple(range(1, 18)), 16)
@@ -91,10 +91,22 @@ def test_a_pair(tiny_pair: Path, empty_cache: Path) -> None:
         assert (profile.draft is not None) is has_draft
 
 
+def test_another_provider_of_the_draft(tiny_pair: Path, empty_cache: Path) -> None:
+    """What was found with it is for engines that have it, too, and for no others."""
+    bundle, apart = read_bundle(tiny_pair), RuntimeParams(draft_provider="CPUExecutionProvider")
+    found = tune(bundle, 0.3, apart, quiet)
+    for runtime, is_stored in ((apart, True), (RuntimeParams(), False)):
+        advice = read_advice(advice_name(bundle.manifest, runtime, "CPUExecutionProvider", has_draft=True))
+        assert (advice is not None) is is_stored
+    with edgespec.load(tiny_pair, spec=SpecParams(drafter="auto"), runtime=apart) as engine:
+        assert found.pair == Advice(engine.runtime.threads or 0, engine.runtime.spinning)
+        assert read_profile(profile_name(bundle.manifest, engine.runtime, engine.providers[0], None, has_draft=True))
+
+
 def test_what_a_caller_says_goes_first(tiny_bundle: Path, empty_cache: Path) -> None:
     """Advice fills in only what was left open."""
     manifest = read_bundle(tiny_bundle).manifest
-    write_profile(advice_name(manifest, "CPUExecutionProvider", has_draft=False), Advice(1, "on"))
+    write_profile(advice_name(manifest, RuntimeParams(), "CPUExecutionProvider", has_draft=False), Advice(1, "on"))
     for given, expected in (
         (RuntimeParams(), (1, "on")),
         (RuntimeParams(threads=2), (2, "on")),

@@ -55,9 +55,17 @@ class Tuned:
 @click.argument("bundles", nargs=-1, metavar="[BUNDLE]...", type=NamedPath())
 @option("--budget", text="Time to measure each, as in 10s or 1m.", default="10s", callback=seconds)
 @option("--provider", text="Execution provider: cpu, cuda, ...", default=RuntimeParams().provider)
+@option("--draft-provider", text="Execution provider of the draft model.  [default: that of --provider]")
 @option("--plot", text="Draw the curves to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
-def tune_command(bundles: tuple[Path, ...], budget: float, provider: str, plot: Path | None, as_json: bool) -> None:
+def tune_command(
+    bundles: tuple[Path, ...],
+    budget: float,
+    provider: str,
+    draft_provider: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Measure what calls cost here, and how to run a bundle best.
 
     Tries threads and spinning, and measures how long the models take for calls of one row and of several, with few and
@@ -70,8 +78,9 @@ def tune_command(bundles: tuple[Path, ...], budget: float, provider: str, plot: 
         ensure_default_bundle()
         bundles = (default_bundle_path(),)
     found = [read_bundle(path) for path in bundles]
+    runtime = RuntimeParams(provider=provider, draft_provider=draft_provider)
     with progress() as tell:
-        tuned = [Tuned(bundle, tune(bundle, budget, provider, tell)) for bundle in found]
+        tuned = [Tuned(bundle, tune(bundle, budget, runtime, tell)) for bundle in found]
     if plot is not None:
         _draw(plot, tuned)
     if as_json:
