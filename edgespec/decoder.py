@@ -148,6 +148,7 @@ class SpeculativeDecoder:
         return True
 
     def _round(self, context: _Context, may_draft: bool, shaper: Shaper, noise: Noise, stats: GenerationStats) -> Step:
+        begun = perf_counter()
         plan = self._draft(context, may_draft, shaper, noise)
         draft = plan.draft
         pending = self.target.sync(context.tokens)
@@ -157,7 +158,8 @@ class SpeculativeDecoder:
         raw = None if shaper.params.logprobs is None else rows.copy()
         choices, verdict = self._decide(rows, draft, shaper, noise, context.tokens)
         emitted = [*draft.tokens[: verdict.accepted].tolist(), verdict.token]
-        self._learn(plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s)
+        other_s = perf_counter() - begun - plan.seconds - target_s
+        self._learn(plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s, other_s)
         possible = [shaper.is_possible(choices[i], token) for i, token in enumerate(emitted)]
         if not possible[0]:
             raise ConfigError(
@@ -205,7 +207,14 @@ class SpeculativeDecoder:
         return _Plan(draft, name, proposals, perf_counter() - started, backlog)
 
     def _learn(
-        self, plan: _Plan, emitted: list[int], num_accepted: int, past: int, num_pending: int, target_s: float
+        self,
+        plan: _Plan,
+        emitted: list[int],
+        num_accepted: int,
+        past: int,
+        num_pending: int,
+        target_s: float,
+        other_s: float,
     ) -> None:
         """Tell the policy what the round did, and what lookups that were not checked would have done."""
         outcome = Outcome(
@@ -219,6 +228,7 @@ class SpeculativeDecoder:
             target_s,
             plan.seconds,
             plan.backlog,
+            other_s,
         )
         self.policy.learn(outcome)
         for name, proposal in plan.proposals.items():

@@ -21,6 +21,7 @@ from edgespec.costs import CostCurve
 # Share of the time that may be spent on trying drafters which are thought to lose: what being wrong about them may
 # cost at most, and so the most by which speculation is slower than plain decoding in the long run.
 PROBE_SHARE = 0.01
+_OUTLIER = 4.0  # as in `costs`
 _STEP_HORIZON = 8  # drafts over which the cost of a drafter that was not measured is averaged
 
 
@@ -61,6 +62,7 @@ class Outcome:
         past, rows: of the target's call.
         target_s, draft_s: seconds.
         backlog: tokens that the drafter read first.
+        other_s: seconds of the rest of the round: choosing tokens, keeping the text.
     """
 
     name: str | None
@@ -72,6 +74,12 @@ class Outcome:
     target_s: float
     draft_s: float
     backlog: int = 0
+    other_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole round."""
+        return self.target_s + self.draft_s + self.other_s
 
 
 class FixedPolicy:
@@ -128,6 +136,7 @@ class AdaptivePolicy:
         self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
         self._seen_step_s = {name: 0.0 for name, (curve, _) in drafters.items() if curve is None}
         self._chances: dict[str, list[float]] = {}
+        self._other_s = 0.0  # of a round, beside the models
         self._foregone_s = dict.fromkeys(drafters, 0.0)
         self._elapsed_s = self._probing_s = 0.0
         self.tokens_per_s = 0.0
@@ -148,7 +157,7 @@ class AdaptivePolicy:
         costs = self._target.seconds(past)
         limit = min(room, self.max_depth)
         plans = {o.name: self._plan(o, costs, past, limit) for o in offers}
-        best = _Plan(0, 1.0, costs.item(1))
+        best = _Plan(0, 1.0, costs.item(1) + self._other_s)
         choice = PLAIN
         for offer in sorted(offers, key=lambda o: o.backlog > 1):
             plan = plans[offer.name]
@@ -183,7 +192,10 @@ class AdaptivePolicy:
     def learn(self, outcome: Outcome) -> None:
         """Take in what a round did."""
         self._target.observe(outcome.rows, outcome.past, outcome.target_s)
-        self._elapsed_s += outcome.target_s + outcome.draft_s
+        self._elapsed_s += outcome.seconds
+        # Something else may have had the processor: one such round says nothing about the others.
+        known = self._other_s or outcome.other_s
+        self._other_s = known + (min(outcome.other_s, _OUTLIER * known) - known) / _STEP_HORIZON
         if outcome.name is None:
             return
         self._foregone_s[outcome.name] = 0.0
@@ -214,7 +226,7 @@ class AdaptivePolicy:
         for depth, chance in enumerate(chances, 1):
             survival *= chance
             tokens += survival
-            seconds = costs.item(depth + 1) + depth * step_s
+            seconds = costs.item(depth + 1) + depth * step_s + self._other_s
             if best is None or tokens * best.seconds > best.tokens * seconds:
                 best = _Plan(depth, tokens, seconds)
         return best

@@ -160,6 +160,26 @@ def test_the_drafter_with_the_higher_rate_is_taken() -> None:
     assert choice.depth == 8
 
 
+def test_the_rest_of_a_round_counts() -> None:
+    """What a round takes beside the models is part of what it costs: the rate that is expected is that of whole rounds,
+    and a draft that does not quite pay against the models' time alone does where rounds take longer. A round that was
+    interrupted does not count."""
+    found = {}
+    for other_s in (0.0, 5e-3):
+        policy = adaptive(prior=0.2)
+        for _ in range(100):
+            policy.learn(Outcome(None, (), 0, 1, 100, 1, curve(TARGET).seconds(100)[1], 0.0, 0, other_s))
+        if other_s:
+            policy.learn(Outcome(None, (), 0, 1, 100, 1, curve(TARGET).seconds(100)[1], 0.0, 0, 100.0))
+        policy.choose([Offer("d", None)], 100, 1)
+        found[other_s] = policy.tokens_per_s
+    seconds, step_s = curve(TARGET).seconds(100), curve(STEP).seconds(100)[1]
+    assert 1.2 / (seconds[2] + step_s) < 1 / seconds[1]
+    assert 1.2 / (seconds[2] + step_s + 5e-3) > 1 / (seconds[1] + 5e-3)
+    assert found[0.0] == pytest.approx(1 / seconds[1], rel=0.01)  # plain decoding's
+    assert 1.2 / (seconds[2] + step_s + 8e-3) < found[5e-3] < 1.2 / (seconds[2] + step_s + 5e-3) * 1.01  # the draft's
+
+
 def test_room_and_emptiness_bound_the_choice() -> None:
     """Never deeper than there is room, and plain where nothing is offered."""
     policy = adaptive(prior=0.99)

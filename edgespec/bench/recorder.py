@@ -15,7 +15,7 @@ class Round:
 
     Attributes:
         drafted, accepted: tokens.
-        seconds: of both models.
+        seconds: of the whole round.
         expected_tokens_per_s: of the choice, or `None` where the policy does not say.
     """
 
@@ -56,8 +56,7 @@ class Recorder:
         expected = getattr(self._policy, "tokens_per_s", None)
         self._policy.learn(outcome)
         if self._is_asked:
-            seconds = outcome.target_s + outcome.draft_s
-            self.rounds.append(Round(len(outcome.confidences), outcome.num_accepted, seconds, expected))
+            self.rounds.append(Round(len(outcome.confidences), outcome.num_accepted, outcome.seconds, expected))
         self._is_asked = False
 
     def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
