@@ -34,7 +34,7 @@ LAYERS = [
         "acceptance",
         "policy",
     ],
-    ["contracts"],
+    ["contracts", "lookup"],
     [
         "fields",
         "bundle",
