@@ -28,6 +28,11 @@ class Head:
     ids: NDArray[np.int64]
     vocab_size: int
 
+    def column(self, token: int) -> int | None:
+        """The column of a token, `None` where the head has none for it."""
+        column = int(self.ids.searchsorted(token))
+        return column if column < len(self.ids) and self.ids.item(column) == token else None
+
     def below(self, vocab_size: int) -> Head:
         """The head without the tokens that a smaller vocabulary does not have; they are its last columns."""
         return Head(self.ids[: np.searchsorted(self.ids, vocab_size)], vocab_size)

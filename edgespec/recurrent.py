@@ -2,7 +2,8 @@
 
 Its first token comes from the target's row of `hidden`, later ones from its own state. So it never has anything to
 read, whatever happened to the text. Source of the idea: EAGLE (Li et al. 2024), Hydra (Ankner et al. 2024). It may
-look back at the text through the target's cache of one layer: GLIDE (Du et al. 2024).
+look back at the text through the target's cache of one layer: GLIDE (Du et al. 2024). It may be told what prompt
+lookup would propose.
 
 Knows nothing of text or sampling.
 """
@@ -20,12 +21,15 @@ from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head
 from edgespec.kv import CacheTensor, SharedCache, find_cache_tensors, float_type
+from edgespec.lookup import find_hint
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RuntimeParams
 from edgespec.session import DecoderSession
 
 _INPUTS = {"input_ids", "hidden", "state"}
 _OUTPUTS = {"logits", "next_state"}
+_HINT = "hint"
+_TEXT_ROOM = 1024  # tokens, at first, of a text that hints are found in
 _OWN_CAPACITY = 16  # tokens, at first, of a cache that holds drafted ones only
 
 
@@ -39,6 +43,10 @@ class RecurrentSession:
     It sees what the target has cached of the text and writes its own entries behind that, where the target overwrites
     them. Where the target's cache cannot be used (it grows, or has other elements, or another provider runs it), the
     draft sees nothing but what it drafted, in a cache of its own, which costs acceptance and nothing else.
+
+    A graph with `hint` int64 [1, 2] is told, at each token, what `find_hint` says of the text up to that token: column
+    and kind. Both are 0 where there is no hint or the head does not have its token, and after `rewind`, when nobody
+    knows the text.
 
     Args:
         path: of the graph.
@@ -92,6 +100,7 @@ class RecurrentSession:
         self._binding = self.session.io_binding()
         self._bind()
         self._attention = _Attention(tensors, target, self.provider, self._binding) if tensors else None
+        self._hint = _Hint(head, self.vocab_size, self._binding) if _HINT in shapes else None
         self._num_fed = 0  # since the start
         self._context: Tokens | None = None  # the text to start from, until the first token is fed
 
@@ -159,12 +168,15 @@ class RecurrentSession:
                 f"has none and {found}; export or copy the bundle again"
             )
 
-    def _start(self, row: NDArray[np.float32] | None, length: int) -> None:
+    def _start(self, row: NDArray[np.float32] | None, length: int, before: Tokens | None = None) -> None:
+        """Start anew: after `length` tokens of the target, and with hints for the text that begins with `before`."""
         self._hidden[...] = 0 if row is None else row
         self._state.fill(0)
         self._num_fed, self._context = 0, None
         if self._attention is not None:
             self._attention.start(length)
+        if self._hint is not None:
+            self._hint.start(before)
 
     def _row(self, context: Tokens) -> NDArray[np.float32] | None:
         """What the target computed before the last token of `context`."""
@@ -181,12 +193,15 @@ class RecurrentSession:
 
     def _step(self, token: Any) -> Rows:
         if self._context is not None:
-            self._start(self._row(self._context), len(self.target.tokens))
+            context = self._context
+            self._start(self._row(context), len(self.target.tokens), context[:-1])
         elif self._num_fed == 1:
             self._hidden.fill(0)
         self._ids[0, 0] = token
         if self._attention is not None:
             self._attention.prepare(self.context_length)
+        if self._hint is not None:
+            self._hint.follow(token)
         try:
             self.session.run_with_iobinding(self._binding, self.interrupt and self.interrupt.options)
         except Exception as error:
@@ -242,6 +257,54 @@ class _Attention:
         self.cache.prepare(past, past + 1)
 
 
+class _Hint:
+    """The input `hint`: what `find_hint` says of the text up to the token that is fed.
+
+    Args:
+        head: as of the session.
+        num_columns: of the graph's logits.
+    """
+
+    def __init__(self, head: Head | None, num_columns: int, binding: Any) -> None:
+        self._head, self._num_columns = head, num_columns
+        self._value = np.zeros((1, 2), np.int64)
+        self._text, self._length = np.empty(_TEXT_ROOM, np.int64), 0
+        self._is_known = False
+        binding.bind_ortvalue_input(_HINT, OrtDevice("CPUExecutionProvider").put(self._value))
+
+    def start(self, before: Tokens | None) -> None:
+        """The next token comes after these; `None` where nobody knows."""
+        self._is_known = before is not None
+        self._value.fill(0)
+        if before is not None:
+            self._length = 0
+            self._make_room(len(before) + 1)
+            self._length = len(before)
+            self._text[: self._length] = before
+
+    def follow(self, token: int) -> None:
+        """Find the hint for what comes after `token`, which is fed next."""
+        if not self._is_known:
+            return
+        self._make_room(self._length + 1)
+        self._text[self._length] = token
+        self._length += 1
+        found, kind = find_hint(self._text[: self._length])
+        column = self._column(found) if kind else None
+        self._value[0] = (0, 0) if column is None else (column, kind)
+
+    def _column(self, token: int) -> int | None:
+        if self._head is not None:
+            return self._head.column(token)
+        return token if token < self._num_columns else None
+
+    def _make_room(self, length: int) -> None:
+        if length > len(self._text):
+            text = np.empty(2 * length, np.int64)
+            text[: self._length] = self._text[: self._length]
+            self._text = text
+
+
 def _find_attention(path: Path, session: Any, shapes: dict[str, Any], types: dict[str, str]) -> list[CacheTensor]:
     """The key and the value that a draft's attention looks at; none where it has no attention."""
     inputs = {v.name: v.shape for v in session.get_inputs()}
@@ -262,9 +325,9 @@ def _check_graph(
     tensors: list[CacheTensor],
 ) -> None:
     inputs, outputs = {v.name for v in session.get_inputs()}, {v.name for v in session.get_outputs()}
-    wanted = _INPUTS | {t.past for t in tensors} | ({"past_len"} if tensors else set())
+    wanted = _INPUTS | {t.past for t in tensors} | ({"past_len"} if tensors else set()) | (inputs & {_HINT})
     is_known = inputs == wanted and outputs == _OUTPUTS | {t.present for t in tensors}
-    is_known = is_known and shapes["state"] == shapes["next_state"]
+    is_known = is_known and shapes["state"] == shapes["next_state"] and shapes.get(_HINT, [1, 2]) == [1, 2]
     rows = (shapes.get(name, []) for name in ("hidden", "state", "logits"))
     if not is_known or shapes["input_ids"] != [1, 1] or not all(map(_is_row, rows)):
         raise SessionError(f"{path} is no draft without a cache: its inputs and outputs are {shapes}; export it again")

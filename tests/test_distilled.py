@@ -33,6 +33,7 @@ from edgespec.export.draft_graph import build_draft
 from edgespec.export.graph import halve_graph, quantize_graph
 from edgespec.export.progress import SilentProgress
 from edgespec.export.source import Source, read_folder
+from edgespec.lookup import NUM_HINT_KINDS
 from edgespec.models import open_draft, open_target
 from edgespec.params import RuntimeParams, SamplingParams, SpecParams
 from tests.export_models import PADDED_VOCAB, save_llama, torch_logits, total_variation
@@ -43,12 +44,14 @@ SIZE, WIDTH, HEAD = 64, 96, 120
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny llama's cache
 RNG = np.random.default_rng(11)
 HEAD_IDS = np.sort(RNG.choice(PADDED_VOCAB, HEAD, replace=False))
+HINTS = ((0, 0), (7, 3), (HEAD - 1, NUM_HINT_KINDS - 1))  # of three steps: column and kind
 EMBEDDING = RNG.standard_normal((PADDED_VOCAB, SIZE)).astype(np.float32)
 
 
 def make_weights(layers: int = 2, blocks: int = 2, num_heads: int = 0) -> dict[str, np.ndarray]:
     """Random ones, scaled so that everything matters and nothing explodes."""
     shapes = {"fc": (SIZE, (layers + 1) * SIZE), "mix": (SIZE, 2 * SIZE), "head": (HEAD, SIZE)}
+    shapes |= {"hints": (NUM_HINT_KINDS, SIZE)}
     for i in range(blocks):
         shapes |= {f"blocks.{i}.{name}_proj": (WIDTH, SIZE) for name in ("gate", "up")}
         shapes[f"blocks.{i}.down_proj"] = (SIZE, WIDTH)
@@ -118,7 +121,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"format_version": 2}, ExportError, "another format version; distil the draft again"),
+        ({"format_version": 3}, ExportError, "another format version; distil the draft again"),
         ({"vocabulary": "0" * 64}, IncompatibleDraftError, "distilled from tiny, whose tokens"),
         ({"hidden_size": 32}, IncompatibleDraftError, "an embedding of 264 x 32"),
         ({"vocab_size": 270}, IncompatibleDraftError, "an embedding of 270 x 64"),
@@ -172,7 +175,7 @@ def torch_step(made: Distilled, weights: dict[str, np.ndarray], attention: Any =
     def norm(x: Any, name: str) -> Any:
         return functional.rms_norm(x, (SIZE,), w[name], made.rms_norm_eps)
 
-    def step(token: int, hidden: Any, state: Any) -> tuple[Any, Any]:
+    def step(token: int, hidden: Any, state: Any, hint: tuple[int, int] = (0, 0)) -> tuple[Any, Any]:
         x = functional.linear(hidden, w["fc"]) + state
         e = torch.from_numpy(EMBEDDING[token]).double()
         z = functional.linear(torch.cat([norm(x, "norm_state"), norm(e, "norm_token")], -1), w["mix"])
@@ -182,7 +185,10 @@ def torch_step(made: Distilled, weights: dict[str, np.ndarray], attention: Any =
             gate = functional.silu(functional.linear(y, w[f"blocks.{i}.gate_proj"]))
             gated = gate * functional.linear(y, w[f"blocks.{i}.up_proj"])
             z = z + functional.linear(gated, w[f"blocks.{i}.down_proj"])
-        return functional.linear(norm(z, "norm"), w["head"]), z
+        logits, (column, kind) = functional.linear(norm(z, "norm"), w["head"]), hint
+        if kind:
+            logits[..., column] += torch.dot(w["hints"][kind], norm(z, "norm"))
+        return logits, z
 
     return step
 
@@ -212,10 +218,10 @@ def test_a_step_is_torchs(
     for start in range(12):
         hidden = RNG.standard_normal((1, 1, made.num_features)).astype(dtype)
         state, theirs = np.zeros((1, 1, SIZE), dtype), torch.zeros(SIZE).double()
-        for token in (start, 3 * start + 50, 200 - start):
-            feeds = {"input_ids": np.array([[token]]), "hidden": hidden, "state": state}
+        for token, hint in zip((start, 3 * start + 50, 200 - start), HINTS, strict=True):
+            feeds = {"input_ids": np.array([[token]]), "hidden": hidden, "state": state, "hint": np.array([hint])}
             logits, state = session.run(["logits", "next_state"], feeds)
-            expected, theirs = step(token, torch.from_numpy(hidden[0, 0]).double(), theirs)
+            expected, theirs = step(token, torch.from_numpy(hidden[0, 0]).double(), theirs, hint)
             assert logits.shape == (1, 1, HEAD)
             distances.append(total_variation(logits[0], expected.numpy()[None])[0])
             hidden = np.zeros_like(hidden)

@@ -27,7 +27,7 @@ from edgespec.params import RuntimeParams, SamplingParams, SpecParams
 from edgespec.recurrent import RecurrentSession
 from tests.export_models import save_llama, torch_logits, total_variation
 from tests.families import get_family
-from tests.test_distilled import EMBEDDING, HEAD, HEAD_DIM, KV_HEADS, SIZE, torch_step, write_draft
+from tests.test_distilled import EMBEDDING, HEAD, HEAD_DIM, HINTS, KV_HEADS, SIZE, torch_step, write_draft
 from tests.test_hidden import fused
 
 pytestmark = pytest.mark.export
@@ -137,14 +137,16 @@ def test_a_step_is_torchs(
         seen: Seen | None = Seen(rotary, keys[0], values[0], np.array([length]))
         pasts = {f"past_key_values.{LAYER}.{kind}": a.astype(dtype) for kind, a in (("key", keys), ("value", values))}
         for at, token in enumerate((length, 3 * length + 50, 200 - length), length):
+            hint = HINTS[at - length]
             feeds = {"input_ids": np.array([[token]]), "hidden": hidden, "state": state, "past_len": np.array([at])}
+            feeds["hint"] = np.array([hint])
             logits, state, *presents = session.run(None, feeds | pasts)
             pasts = dict(zip(pasts, presents, strict=True))
-            expected, theirs = step(token, torch.from_numpy(hidden[0, 0]).double(), theirs)
+            expected, theirs = step(token, torch.from_numpy(hidden[0, 0]).double(), theirs, hint)
             assert logits.shape == (1, 1, HEAD)
             distances.append(total_variation(logits[0], expected.numpy()[None])[0])
             row = hidden[0].astype(np.float32)
-            found, numpys, seen = compute_step(made, weights, EMBEDDING[[token]], row, numpys, seen)
+            found, numpys, seen = compute_step(made, weights, EMBEDDING[[token]], row, numpys, np.array([hint]), seen)
             assert total_variation(found, expected.numpy()[None])[0] < 1e-5
             hidden = np.zeros_like(hidden)
     assert np.mean(distances) < most
@@ -165,6 +167,7 @@ def test_it_looks_back(made: Distilled, tmp_path: Path) -> None:
             keys[:, :, 3] = key
             feeds = {"input_ids": np.array([[7]]), "hidden": np.ones((1, 1, made.num_features), np.float32)}
             feeds |= {"state": np.zeros((1, 1, SIZE), np.float32), "past_len": np.array([20])}
+            feeds["hint"] = np.zeros((1, 2), np.int64)
             feeds |= {f"past_key_values.{LAYER}.key": keys, f"past_key_values.{LAYER}.value": values}
             rows.append(session.run(["logits"], feeds)[0])
         assert np.array_equal(*rows) == is_blind

@@ -5,6 +5,8 @@ as the target would and looks it up in a table of its own: it is right half of t
 
 A draft that `attends` computes the state once more, from the target's cache, and is right only if both are the same.
 What it writes there has a wrong number in the channel that the target reads, and the right one in its own.
+
+One that is `hinted` adds `TRUST` times the hint's kind to its column.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from edgespec.bundle import ModelInfo, list_files, write_manifest
 from tests.tiny import MODULUS, VOCAB, WIDTH, TinyModel, half_right, make_tiny_bundle, tiny_info, tiny_model
 
 EOS_BONUS = 272
+TRUST = 10_000
 HEAD_IDS = np.array([i for i in range(VOCAB) if i % 7], np.int64)  # not all tokens
 
 
@@ -65,7 +68,15 @@ def draft_logits(
     return table[state][HEAD_IDS]
 
 
-def save_draft(model: TinyModel, table: np.ndarray, path: Path, *, attends: bool = False, width: int = WIDTH) -> None:
+def save_draft(
+    model: TinyModel,
+    table: np.ndarray,
+    path: Path,
+    *,
+    attends: bool = False,
+    hinted: bool = False,
+    width: int = WIDTH,
+) -> None:
     """Write the draft's graph. `width` is of the cache that it attends to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {
@@ -104,7 +115,8 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path, *, attends: bool
         *(_attention_nodes(arrays, model, width) if attends else [node("Identity", "next", "chosen")]),
         node("Cast", "chosen", "index_3d", to=TensorProto.INT64),
         node("Reshape", "index_3d row_shape", "index"),
-        node("Gather", "table index", "logits"),
+        node("Gather", "table index", "unhinted"),
+        *(_hint_nodes(arrays) if hinted else [node("Identity", "unhinted", "logits")]),
     ]
     value = helper.make_tensor_value_info
     inputs = [value("input_ids", TensorProto.INT64, [1, 1])]
@@ -113,6 +125,8 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path, *, attends: bool
         value("logits", TensorProto.FLOAT, [1, 1, len(HEAD_IDS)]),
         value("next_state", TensorProto.FLOAT, [1, 1, 2]),
     ]
+    if hinted:
+        inputs.append(value("hint", TensorProto.INT64, [1, 2]))
     if attends:
         inputs.append(value("past_len", TensorProto.INT64, [1]))
         shape = [1, 1, "C", width]
@@ -127,6 +141,18 @@ def save_draft(model: TinyModel, table: np.ndarray, path: Path, *, attends: bool
 
 def _node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
     return helper.make_node(op, inputs.split(), [output], name=output, **attributes)
+
+
+def _hint_nodes(arrays: dict[str, np.ndarray]) -> list[onnx.NodeProto]:
+    """From `unhinted` to `logits`; `arrays` gets the constants."""
+    arrays |= {"column_index": np.array([[0]]), "kind_index": np.array([[1]]), "trust": np.array(TRUST, np.float32)}
+    return [
+        _node("Gather", "hint column_index", "hint_column", axis=1),
+        _node("Gather", "hint kind_index", "hint_kind", axis=1),
+        _node("Cast", "hint_kind", "hint_kind_f", to=TensorProto.FLOAT),
+        _node("Mul", "hint_kind_f trust", "hint_worth"),
+        _node("ScatterElements", "unhinted hint_column hint_worth", "logits", axis=2, reduction="add"),
+    ]
 
 
 def _attention_nodes(arrays: dict[str, np.ndarray], model: TinyModel, width: int) -> list[onnx.NodeProto]:
@@ -179,13 +205,20 @@ def draft_info(**changes: object) -> ModelInfo:
 
 
 def make_hidden_bundle(
-    folder: Path, *, shared: bool = True, attends: bool = False, width: int = WIDTH, **changes: object
+    folder: Path,
+    *,
+    shared: bool = True,
+    attends: bool = False,
+    hinted: bool = False,
+    width: int = WIDTH,
+    **changes: object,
 ) -> Path:
     """A bundle of the tiny target and the draft without a cache. `changes` are of the draft's `ModelInfo`."""
     make_tiny_bundle(folder, shared=shared, eos_bonus=EOS_BONUS)
     model = tiny_model(eos_bonus=EOS_BONUS)
     add_hidden(folder / "target" / "model.onnx")
-    save_draft(model, half_right(model).table, folder / "draft" / "model.onnx", attends=attends, width=width)
+    path = folder / "draft" / "model.onnx"
+    save_draft(model, half_right(model).table, path, attends=attends, hinted=hinted, width=width)
     np.save(folder / "draft" / "head_ids.npy", HEAD_IDS.astype(np.int32))
     manifest = read_bundle_unchecked(folder)
     target = replace(manifest.target, hidden_layers=(0,))

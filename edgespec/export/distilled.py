@@ -24,13 +24,15 @@ from edgespec.export.source import Source
 from edgespec.export.texts import read_json
 from edgespec.fields import Fields
 from edgespec.head import read_head
+from edgespec.lookup import NUM_HINT_KINDS
 
 MARK = "edgespec_draft"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEAD_IDS = "head_ids.npy"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 _BLOCK = 32
+_LEAST_ROWS = 64  # of a matrix that is worth rounding to 8 bits
 _PACKED, _SCALES, _WIDTH = ".packed", ".scales", ".width"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _AGAIN = "distil the draft again"
@@ -109,7 +111,7 @@ class Distilled:
             attention["o_proj"] = (size, queries)
             found |= {f"attention.{name}": shape for name, shape in attention.items()}
         found |= {f"blocks.{i}.{name}": shape for i in range(self.num_blocks) for name, shape in block.items()}
-        found |= {"norm": (size,), "head": (self.head_size, size)}
+        found |= {"hints": (NUM_HINT_KINDS, size), "norm": (size,), "head": (self.head_size, size)}
         return {f"{name}.weight": shape for name, shape in found.items()}
 
     @property
@@ -158,14 +160,14 @@ def write_distilled(
         folder: an empty one.
         about: the table `edgespec_draft`: `format_version` and what `Distilled` has of sizes, `base`, `licence`, and
             `vocabulary`, the target's digest.
-        weights: by name, as `Distilled.shapes` says. Matrices are rounded to 8 bits, the rest to float16.
+        weights: by name, as `Distilled.shapes` says. Large matrices are rounded to 8 bits, the rest to float16.
         head_ids: ascending.
     """
     from safetensors.numpy import save_file
 
     arrays: dict[str, NDArray[Any]] = {}
     for name, weight in weights.items():
-        if weight.ndim != 2:
+        if weight.ndim != 2 or len(weight) < _LEAST_ROWS:
             arrays[name] = weight.astype(np.float16)
             continue
         blocks = quantize_blocks(weight, 8, _BLOCK)

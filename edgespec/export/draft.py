@@ -26,6 +26,7 @@ from edgespec.export.options import resolve_precision
 from edgespec.export.steps import Graph, Job, Made, read_info
 from edgespec.export.write import copy_graph
 from edgespec.head import Head
+from edgespec.lookup import find_hint
 from edgespec.params import RuntimeParams
 from edgespec.recurrent import RecurrentSession
 from edgespec.session import DecoderSession
@@ -162,6 +163,7 @@ class _Pair:
         self.target, self.context_length, self.tokens = target, graph.context_length, graph.reference.tokens
         self.made, self.weights, self.rotary = made, weights, rotary
         self.embedding = np.asarray(embedding.numpy()[self.tokens], np.float32)
+        self.columns = {int(token): column for column, token in enumerate(made.head_ids)}
 
     def check(self, path: Path, precision: str, rows_file: Path) -> DraftFigures:
         """Compare a draft's graph with NumPy and with the target's logits of the check text.
@@ -169,7 +171,7 @@ class _Pair:
         Raises:
             ExportError: the graph is not the draft.
         """
-        columns = {int(token): column for column, token in enumerate(self.made.head_ids)}
+        columns = self.columns
         rows = list(self._rows(path, np.load(rows_file, mmap_mode="r")))
         pairs = [pair for row in rows for pair in zip(row.found, row.expected, strict=True)]
         distances = [total_variation(found, expected) for found, expected in pairs]
@@ -236,9 +238,16 @@ class _Pair:
         assert len(hidden) == len(places), "every row of a call is kept"
         nothing = np.zeros((len(places), self.made.hidden_size), np.float32)
         step = partial(compute_step, self.made, self.weights)
-        first, state, seen = step(self.embedding[places + 1], hidden, nothing, self._seen(target, draft, places))
-        second, _, _ = step(self.embedding[places + 2], np.zeros_like(hidden), state, seen)
+        seen = self._seen(target, draft, places)
+        first, state, seen = step(self.embedding[places + 1], hidden, nothing, self._hints(places + 1), seen)
+        second, _, _ = step(self.embedding[places + 2], np.zeros_like(hidden), state, self._hints(places + 2), seen)
         return first, second
+
+    def _hints(self, places: Tokens) -> Tokens:
+        """Column and kind of what the text up to each place says, shape (n, 2)."""
+        found = [find_hint(self.tokens[: place + 1]) for place in places]
+        known = [(self.columns[token], kind) if kind and token in self.columns else (0, 0) for token, kind in found]
+        return np.array(known, np.int64)
 
     def _seen(self, target: DecoderSession, draft: RecurrentSession, places: Tokens) -> Seen | None:
         """What the first step after each place sees; nothing where the target's cache cannot be used."""

@@ -2,7 +2,8 @@
 
 A step takes a token, and what the target computed when it chose that token (at the first step) or the state that the
 step before left (at later ones): `x = fc(hidden) + state`, then `z = mix([norm(x), norm(embedding)])`, perhaps
-attention beside it, gated MLPs beside that, and the head. `z` is the next state.
+attention beside it, gated MLPs beside that, and the head. `z` is the next state. What prompt lookup would propose is
+worth `hints[kind] . norm(z)` more, by the kind of its match.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def build_draft(
         folder: for the graph.
         rotary: of the attended layer, where there is attention.
     Returns:
-        The graph's path: inputs `input_ids` int64 [1, 1], `hidden` [1, 1, F], `state` [1, 1, H]; outputs `logits`
-        [1, 1, head_size], `next_state` [1, 1, H]. With attention to layer L also inputs `past_len` int64 [1],
-        `past_key_values.L.key` and `.value` [1, kv, capacity, head_dim]; outputs `present.L.key` and `.value`, to be
-        bound to the same buffers.
+        The graph's path: inputs `input_ids` int64 [1, 1], `hidden` [1, 1, F], `state` [1, 1, H], `hint` int64 [1, 2],
+        column and kind; outputs `logits` [1, 1, head_size], `next_state` [1, 1, H]. With attention to layer L also
+        inputs `past_len` int64 [1], `past_key_values.L.key` and `.value` [1, kv, capacity, head_dim]; outputs
+        `present.L.key` and `.value`, to be bound to the same buffers.
     """
     size = made.hidden_size
     graph = ir.Graph(
@@ -65,6 +66,7 @@ def build_draft(
             _value("input_ids", ir.DataType.INT64, [1, 1]),
             _value("hidden", ir.DataType.FLOAT, [1, 1, made.num_features]),
             _value("state", ir.DataType.FLOAT, [1, 1, size]),
+            _value("hint", ir.DataType.INT64, [1, 2]),
         ],
         [],
         nodes=[],
@@ -72,7 +74,7 @@ def build_draft(
         opset_imports={"": OPSET, MICROSOFT: 1},
     )
     step = _Step(made, weights, graph)
-    ids, hidden, state = graph.inputs
+    ids, hidden, state, hint = graph.inputs
     table = _value("embedding", ir.DataType.FLOAT, [made.vocab_size, size])
     table.const_value = embedding
     graph.register_initializer(table)
@@ -85,7 +87,8 @@ def build_draft(
         z, presents = step.attention(z, rotary)
     for i in range(made.num_blocks):
         z = step.block(z, f"blocks.{i}")
-    logits = step.product(step.norm(z, "norm"), "head")
+    last = step.norm(z, "norm")
+    logits = step.hinted(step.product(last, "head"), last, hint)
     for value, name, width in ((logits, "logits", made.head_size), (z, "next_state", size)):
         value.name, value.type, value.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([1, 1, width])
         graph.outputs.append(value)
@@ -116,6 +119,20 @@ class _Step:
         gated = self.builder.op("Mul", [gate, self.builder.op("Sigmoid", [gate], f"{name}.sigmoid")], f"{name}.silu")
         product = self.product(self.builder.op("Mul", [gated, up], f"{name}.gated"), f"{name}.down_proj")
         return self.builder.op("Add", [value, product], f"{name}.sum")
+
+    def hinted(self, logits: ir.Value, last: ir.Value, hint: ir.Value) -> ir.Value:
+        """Logits with what the hint adds in its column; kind 0 adds 0.
+
+        ScatterElements could add by itself, but not in float16 on processors.
+        """
+        builder, weight = self.builder, self.weights["hints.weight"][..., None].copy()
+        weight[0] = 0
+        kind = builder.op("Gather", [hint, builder.constant(np.array(1), "hint.second")], "hint.kind", axis=1)
+        row = builder.op("Gather", [builder.constant(weight, "hints.weight"), kind], "hint.row")
+        column = builder.op("Gather", [hint, builder.constant(np.array([[0]]), "hint.first")], "hint.column", axis=1)
+        old = builder.op("GatherElements", [logits, column], "hint.old", axis=2)
+        new = builder.op("Add", [old, builder.op("MatMul", [last, row], "hint.worth")], "hint.new")
+        return builder.op("ScatterElements", [logits, column, new], "hinted", axis=2)
 
     def attention(self, value: ir.Value, rotary: Rotary) -> tuple[ir.Value, list[ir.Value]]:
         """The operator that the target has, on the cache of one of its layers; the new value and the presents.
@@ -157,7 +174,13 @@ def _value(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Valu
 
 
 def compute_step(
-    made: Distilled, weights: Weights, token: Floats, hidden: Floats, state: Floats, seen: Seen | None = None
+    made: Distilled,
+    weights: Weights,
+    token: Floats,
+    hidden: Floats,
+    state: Floats,
+    hints: NDArray[np.int64],
+    seen: Seen | None = None,
 ) -> tuple[Floats, Floats, Seen | None]:
     """The same in NumPy, for many rows at once.
 
@@ -165,6 +188,7 @@ def compute_step(
         token: embeddings of the tokens, shape (n, H).
         hidden: of the target, shape (n, F).
         state: shape (n, H).
+        hints: columns and kinds, shape (n, 2); kind 0 where there is none.
         seen: by attention, where there is any.
     Returns:
         Logits (n, head_size), next states (n, H), and what attention sees at the next step.
@@ -190,4 +214,8 @@ def compute_step(
         inner = norm(z, f"{name}.norm")
         gate = product(inner, f"{name}.gate_proj")
         z = z + product(gate / (1 + np.exp(-gate)) * product(inner, f"{name}.up_proj"), f"{name}.down_proj")
-    return product(norm(z, "norm"), "head"), z, seen
+    last = norm(z, "norm")
+    logits, (columns, kinds) = product(last, "head"), hints.T
+    worth = (last * weights["hints.weight"][kinds]).sum(-1)
+    logits[np.arange(len(z)), columns] += np.where(kinds > 0, worth, 0)
+    return logits, z, seen
