@@ -27,6 +27,7 @@ with warnings.catch_warnings():
 
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
+from edgespec.lookup import find_hint
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
 from tests.tiny_distill import CPU, SMALL, make_source, make_teacher, random_texts, rotated
 
@@ -89,7 +90,7 @@ class _Known:
     def read(self, hidden: object) -> object:
         return hidden
 
-    def __call__(self, state: torch.Tensor, tokens: torch.Tensor, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, state: torch.Tensor, tokens: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         row, t = state.long().numpy().T
         np.testing.assert_array_equal(tokens, self.texts.tokens[row, t + 1])
         return state + torch.tensor([0.0, 1.0]), torch.from_numpy(self.logits[row, t + 1])
@@ -134,19 +135,28 @@ def test_places_are_all_that_somebody_chose() -> None:
     belongs to each, in the order asked for."""
     texts, _ = random_texts(num_rows=2, length=9)
     texts.kinds[0, 4] = TEMPLATE
+    texts.tokens[:, 2:4] = texts.tokens[:, :1]  # said before, so that there are hints
     places = known_places(texts, 2)
     expected = [(row, t) for row in range(2) for t in range(9 - 1 - 2) if (row, t + 2) != (0, 4)]
     assert [(row, t) for _, row, t in places.index.tolist()] == expected
     numbers = np.array([[7, 7, 9], [0, 2, 1]])
-    batch = places.batch(numbers, HeadMap(np.arange(40), 40), "cpu")
+    heads = HeadMap(np.arange(1, 40), 40)
+    batch = places.batch(numbers, heads, "cpu")
     for i, number in enumerate(numbers.ravel()):
         row, t = expected[number]
         assert batch.hidden[i].tolist() == [row, t]
         np.testing.assert_array_equal(batch.tokens[i], texts.tokens[row, t + 1 : t + 3])
         for depth in range(2):
-            np.testing.assert_array_equal(batch.wanted[depth].columns[i], texts.ids[row, t + 1 + depth])
-            assert batch.wanted[depth].next_columns[i] == texts.tokens[row, t + 2 + depth]
+            np.testing.assert_array_equal(
+                batch.wanted[depth].columns[i], np.maximum(texts.ids[row, t + 1 + depth] - 1.0, 0)
+            )
+            assert batch.wanted[depth].next_columns[i] == max(texts.tokens[row, t + 2 + depth] - 1, 0)
             assert batch.counts[i, depth] == (texts.kinds[row, t + 2 + depth] != TEMPLATE)
+            token, kind = find_hint(texts.tokens[row, : t + 2 + depth])
+            column, found = batch.hints[i, depth].tolist()
+            assert found == (kind if token in heads.head_ids else 0)
+            assert not found or heads.head_ids[column] == token
+    assert (batch.hints[..., 1] > 0).any()
     memory = batch.memory
     assert memory is not None
     assert memory.positions.tolist() == [[expected[n][1] for n in line] for line in numbers]
@@ -194,6 +204,7 @@ def test_a_step_is_its_definition(teacher: Teacher, attended: int | None) -> Non
     draft = make_draft(teacher, head, 40, Layers((1,), attended))
     with torch.no_grad():
         draft.blocks[0].down_proj.weight.normal_()
+        draft.hints.weight.normal_()
     w = {name.removesuffix(".weight"): value.double().numpy() for name, value in draft.state_dict().items()}
     embedding = teacher.model.get_input_embeddings().weight.double().numpy()
     np.testing.assert_array_equal(w["head"], embedding[head])  # tied
@@ -216,7 +227,7 @@ def test_a_step_is_its_definition(teacher: Teacher, attended: int | None) -> Non
         return z + w["attention.o_proj"] @ np.concatenate(mixed)
 
     def step(
-        state: np.ndarray, token: int, keys: list[np.ndarray], values: list[np.ndarray]
+        state: np.ndarray, token: int, hint: tuple[int, int], keys: list[np.ndarray], values: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         both = [norm(state, "norm_state"), norm(embedding[token], "norm_token")]
         z = w["mix"] @ np.concatenate(both)
@@ -225,24 +236,27 @@ def test_a_step_is_its_definition(teacher: Teacher, attended: int | None) -> Non
         y = norm(z, "blocks.0.norm")
         gate = w["blocks.0.gate_proj"] @ y
         z = z + w["blocks.0.down_proj"] @ (gate / (1 + np.exp(-gate)) * (w["blocks.0.up_proj"] @ y))
-        return z, w["head"] @ norm(z, "norm")
+        logits = w["head"] @ norm(z, "norm")
+        column, kind = hint
+        logits[column] += (kind > 0) * w["hints"][kind] @ norm(z, "norm")
+        return z, logits
 
     rng = np.random.default_rng(0)
     hidden, cache = rng.normal(size=(2, draft.shape.num_features)), rng.normal(size=(2, 1, 2, 9, 16))
-    places = np.array([4, 8])
+    places, hints = np.array([4, 8]), (((2, 3), (0, 0)), ((1, 8), (1, 1)))  # of each place, of each step
     keys, values = (torch.from_numpy(part).float() for part in cache)
     memory = Memory(keys, values, torch.from_numpy(places[None]))
     with torch.no_grad():
         states = draft.read(torch.from_numpy(hidden).float())
         found = []
-        for tokens in ((7, 11), (9, 13)):
-            states, logits = draft(states, torch.tensor(tokens), memory)
+        for tokens, given in zip(((7, 11), (9, 13)), zip(*hints, strict=True), strict=True):
+            states, logits = draft(states, torch.tensor(tokens), torch.tensor(given), memory)
             found.append(logits)
     for i, place in enumerate(places):
         own = [list(part[0, :, : place + 1].transpose(1, 0, 2)) for part in cache]
         state = w["fc"] @ hidden[i]
-        for logits, token in zip(found, ((7, 9), (11, 13))[i], strict=True):
-            state, expected = step(state, token, *own)
+        for logits, token, hint in zip(found, ((7, 9), (11, 13))[i], hints[i], strict=True):
+            state, expected = step(state, token, hint, *own)
             np.testing.assert_allclose(logits[i], expected, rtol=1e-3, atol=1e-4)
 
 

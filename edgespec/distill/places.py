@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgespec.distill.loss import HeadMap, Wanted
 from edgespec.distill.store import TEMPLATE, Seen, Texts
 from edgespec.distill.student import Memory
+from edgespec.lookup import find_hint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +24,8 @@ class Batch:
         hidden: the target's hidden states, shape (n, num_features), float32.
         tokens: that are fed one after the other, shape (n, depth).
         wanted: what the target says after each of them, one for each depth.
+        hints: what `find_hint` says of the text up to each of them: column of the head and kind, shape (n, depth, 2).
+            The kind is 0 also where the head has not that token.
         counts: 1 where what follows was chosen and not put there by a template, shape (n, depth), float32.
         memory: what a draft with attention looks back at.
     """
@@ -30,6 +33,7 @@ class Batch:
     hidden: Any
     tokens: Any
     wanted: list[Wanted]
+    hints: Any
     counts: Any
     memory: Memory | None
 
@@ -48,6 +52,7 @@ class Places:
 
     def __init__(self, texts: Sequence[Texts], seen: Sequence[Seen], depth: int) -> None:
         self.texts, self.seen, self.depth = list(texts), list(seen), depth
+        self.hints = [_hints(part.tokens) for part in texts]
         self.index = np.concatenate([_places(i, part, depth) for i, part in enumerate(texts)])
         # Places of a row of a text follow one another: where each row's begin, and the end.
         changes = np.flatnonzero((np.diff(self.index[:, :2], axis=0) != 0).any(1)) + 1
@@ -78,12 +83,12 @@ class Places:
     def batch(self, numbers: NDArray[np.int64], heads: HeadMap, device: str) -> Batch:
         """Some places, shape (rows, each), all of one row of a text in each row."""
         parts = [self._part(self.index[line]) for line in numbers]
-        hidden, tokens, ids, logps, follows, logp, counts = (
-            np.concatenate([part[k] for part in parts]) for k in range(7)
-        )
+        hidden, tokens, hints, ids, logps, follows, logp, counts = map(np.concatenate, zip(*parts, strict=True))
         wanted = [heads.wanted(ids[:, k], logps[:, k], follows[:, k], logp[:, k], device) for k in range(self.depth)]
-        first, second, third = (torch.from_numpy(array).to(device) for array in (hidden, tokens, counts))
-        return Batch(first, second, wanted, third, self._memory(numbers, device))
+        columns = heads.columns[hints[..., 0]]
+        hints = np.stack([np.maximum(columns, 0), hints[..., 1] * (columns >= 0)], -1)
+        features, fed, given, chosen = (torch.from_numpy(array).to(device) for array in (hidden, tokens, hints, counts))
+        return Batch(features, fed, wanted, given, chosen, self._memory(numbers, device))
 
     def _part(self, places: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         (i, row), t = places[0, :2], places[:, 2]
@@ -91,6 +96,7 @@ class Places:
         return (
             np.asarray(self.seen[i].hidden[row, t]).astype(np.float32),
             texts.tokens[row][fed].astype(np.int64),
+            self.hints[i][row][fed].astype(np.int64),
             texts.ids[row][fed],
             texts.logps[row][fed],
             texts.tokens[row][fed + 1],
@@ -110,6 +116,11 @@ class Places:
             line[: len(part)] = part
         keys, values = torch.from_numpy(found).to(device).permute(2, 0, 3, 1, 4)
         return Memory(keys, values, torch.from_numpy(places[..., 2]).to(device))
+
+
+def _hints(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Of the text up to every token: shape (n, length) -> (n, length, 2)."""
+    return np.array([[find_hint(row[: at + 1]) for at in range(len(row))] for row in tokens], np.int32)
 
 
 def _places(number: int, texts: Texts, depth: int) -> NDArray[np.int64]:

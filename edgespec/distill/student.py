@@ -2,7 +2,8 @@
 
 Owns the shape of a draft and where its weights start. It has no cache: what it knows of the text is in the hidden
 states of the target, which the target computes anyway (Ankner et al. 2024, "Hydra"; Li et al. 2024, "EAGLE"), and in
-the keys and values of one of its layers, to which it attends (Du et al. 2024, "GLIDE").
+the keys and values of one of its layers, to which it attends (Du et al. 2024, "GLIDE"). And it is told what prompt
+lookup would propose: it decides how much to trust that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from edgespec.distill.store import Layers
 from edgespec.errors import ConfigError
+from edgespec.lookup import NUM_HINT_KINDS
 
 _ATTENTION = 0.3  # of what the target's layer adds to its states, to begin with: the draft's states are smaller
 _PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -203,21 +205,24 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
         self.norm = nn.RMSNorm(hidden, eps)
         self.head = nn.Linear(hidden, shape.head_size, bias=False)
+        self.hints = nn.Embedding(NUM_HINT_KINDS, hidden)
         same = torch.eye(hidden)
         with torch.no_grad():  # at first: what the target's head reads, plus the token, to the target's own head
             self.fc.weight.copy_(_start(shape.num_features, hidden, same))
             self.mix.weight.copy_(_start(2 * hidden, hidden, torch.cat([same, same], 1)))
             self.norm.weight.copy_(scale)
             self.head.weight.copy_(head)
+            self.hints.weight.zero_()
 
     def read(self, hidden: Any) -> Any:
         """The state that the target's hidden states are worth: shape (n, num_features) -> (n, hidden_size)."""
         return self.fc(hidden)
 
-    def forward(self, state: Any, tokens: Any, memory: Memory | None = None) -> tuple[Any, Any]:
+    def forward(self, state: Any, tokens: Any, hints: Any, memory: Memory | None = None) -> tuple[Any, Any]:
         """The next state, and the logits of what follows `tokens`: shapes (n, hidden_size) and (n, head_size).
 
         Args:
+            hints: column of the head and kind of what prompt lookup would say, shape (n, 2); kind 0 where it is silent.
             memory: of these n places, where the draft has attention.
         """
         token = functional.embedding(tokens, self.embedding)
@@ -226,7 +231,10 @@ class HiddenDraft(nn.Module):  # type: ignore[misc]
             state = self.attention(state, memory)
         for block in self.blocks:
             state = block(state)
-        return state, self.head(self.norm(state.float()))
+        inner = self.norm(state.float())
+        column, kind = hints.unbind(-1)
+        trust = (self.hints(kind) * inner).sum(-1).float() * (kind > 0)
+        return state, self.head(inner).float().scatter_add(-1, column[:, None], trust[:, None])
 
 
 def _start(width: int, height: int, last: Any) -> Any:
@@ -250,6 +258,8 @@ def make_student(target: Any, shape: DraftShape, head_ids: NDArray[np.int64]) ->
 def go_on_from(draft: HiddenDraft, weights: Mapping[str, NDArray[np.float32]]) -> None:
     """Replace a draft's weights by those of another of the same sizes, which may be without attention."""
     with torch.no_grad():
+        if draft.attention is not None:
+            draft.attention.o_proj.weight.zero_()  # what the others were trained without must not disturb them
         for name, parameter in draft.named_parameters():
             if name in weights or not name.startswith("attention."):
                 parameter.copy_(torch.from_numpy(weights[name]))

@@ -165,7 +165,9 @@ class Trainer:
             weights = weights[:count] * batch.counts[:count, depth]
             memory = memory and memory.first(rows)
             with self.machine.autocast():
-                state, logits = self.model(state[:count], batch.tokens[:count, depth], memory)
+                state, logits = self.model(
+                    state[:count], batch.tokens[:count, depth], batch.hints[:count, depth], memory
+                )
             logits = logits.float()
             total = total + (distance(logits, wanted, settings.total_variation) * weights).sum() / count
             weights = weights * survival(logits, wanted)

@@ -92,7 +92,7 @@ def _rates(
                 state = model.read(batch.hidden)
             for depth in range(places.depth):
                 with autocast:
-                    state, logits = model(state, batch.tokens[:, depth], batch.memory)
+                    state, logits = model(state, batch.tokens[:, depth], batch.hints[:, depth], batch.memory)
                 first, overlap = agreement(logits.float(), batch.wanted[depth])
                 firsts.append(first.float())
                 overlaps.append(overlap)
