@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from edgespec.distill.corpus import read_code, read_corpus
-    from edgespec.distill.data import num_files
+    from edgespec.distill.data import _requests, make_data, num_files
     from edgespec.distill.options import Settings
     from edgespec.distill.store import ANSWER, TEMPLATE, USER, Layers, Seen, Store, Texts, write_json
     from edgespec.distill.tasks import make_requests
@@ -25,7 +26,7 @@ with warnings.catch_warnings():
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
-from tests.tiny_distill import make_source, make_teacher, random_texts, rotated
+from tests.tiny_distill import SMALL, make_source, make_teacher, random_texts, rotated
 
 pytestmark = pytest.mark.export
 
@@ -231,3 +232,30 @@ def test_the_budget_is_shared_out() -> None:
     for sort, share in (("written", 0.5), ("asked", 0.3), ("read", 0.2)):
         assert abs((files[sort] - 1) * sizes[sort] - share * 2_000_000) <= sizes[sort] / 2
     assert num_files(Settings(tokens=100_000, written=0.9, asked=0.0))["asked"] == 0
+    shares = replace(settings, written=0.7, asked=0.3)
+    assert num_files(shares)["read"] == 2
+    with pytest.raises(ConfigError, match=r"written is 0.8 and asked is 0.3: they are shares"):
+        replace(settings, written=0.8)
+
+
+def test_a_model_without_a_template_is_not_asked(teacher: Teacher, source: Source, tmp_path: Path) -> None:
+    """It writes on without turns, and reads: no file is missed, and the budget is shared by these two."""
+    plain = replace(source, chat_template=None)
+    settings = replace(SMALL, tokens=4000)
+    data = make_data(teacher, plain, Store(tmp_path), settings, lambda sort, done, wanted: None)
+    assert set(data.train) == set(data.check) == {"written", "read"}
+    assert sum(data.num_tokens.values()) > 0.8 * settings.tokens
+    assert not (tmp_path / "requests.json").exists()
+
+
+def test_more_requests_leave_those_before_in_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of answers to them may be there: what is asked later is new, and what packages it is from is added."""
+    monkeypatch.setattr("edgespec.distill.data._CODES", 30)
+    store, texts = Store(tmp_path), random_texts(num_rows=80, length=400, vocab=200)[0]
+    store.fill("written", 1, lambda index: texts, lambda done, wanted: None)
+    found = [_requests(store, tiny_tokenizer(), [0], wanted, SMALL) for wanted in (10, 25, 5)]
+    few, many, again = (requests for requests, _ in found)
+    assert (len(few), many[:10]) == (10, few)
+    assert len(many) == len({tuple(ids) for ids in many}) > 20
+    assert again == many
+    assert found[0][1] <= found[1][1]

@@ -1,11 +1,12 @@
-"""The texts of a distillation: written and read by the target, each file once, in the working folder."""
+"""The texts of a distillation: what the target writes, is asked and reads, each file once, in the working folder."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class Data:
         check: texts for validation, by sort.
         store: where they and the hidden states lie.
         given: tokens that the template puts around texts.
-        packages: whose documentation was read.
+        packages: whose documentation was read, or whose code was asked about.
     """
 
     train: dict[str, Texts]
@@ -73,17 +74,18 @@ def make_data(
     tokenizer = Tokenizer.from_file(str(source.tokenizer))
     turns = take_apart(source, tokenizer)
     prompts = _prompts(settings, tokenizer)
-    wanted, sizes = num_files(settings), _sizes(settings)
-    packages: set[str] = set()
+    # Without turns nobody can be asked.
+    wanted = num_files(settings if turns.to_answer else replace(settings, asked=0.0))
+    sizes, coded = _sizes(settings), set[str]()
 
     def write(index: int) -> Texts:
         seed = [settings.seed, index]
         return teacher.write(turns, _openings(prompts, settings.write_rows, seed), settings.write_length, seed)
 
     store.fill("written", wanted["written"], write, lambda done, most: tell("written", done, most))
-    if turns.to_answer and wanted["asked"]:
+    if wanted["asked"]:
         rows, length = sizes["asked"]
-        requests, packages = _requests(store, tokenizer, range(1, wanted["written"]), wanted["asked"] * rows, settings)
+        requests, coded = _requests(store, tokenizer, range(1, wanted["written"]), wanted["asked"] * rows, settings)
         wanted["asked"] = min(wanted["asked"], len(requests) // rows)
 
         def ask(index: int) -> Texts:
@@ -101,7 +103,7 @@ def make_data(
 
     store.fill("read", wanted["read"], read, lambda done, most: tell("read", done, most))
     sorts = [sort for sort, count in wanted.items() if count > 1]
-    packages |= set(documented if "read" in sorts else [])
+    packages = set(documented if "read" in sorts else []) | (coded if "asked" in sorts else set())
     return Data(
         train={sort: store.load(sort, range(1, wanted[sort])) for sort in sorts},
         check={sort: store.load(sort, [0]) for sort in sorts},
@@ -132,15 +134,22 @@ def _openings(prompts: list[list[int]], rows: int, seed: list[int]) -> list[list
 def _requests(
     store: Store, tokenizer: Tokenizer, numbers: Sequence[int], wanted: int, settings: Settings
 ) -> tuple[list[list[int]], set[str]]:
-    """User turns about passages, and the packages that some are taken from; made once, like the text to read."""
+    """User turns about passages, and the packages that some are taken from; made once, like the text to read.
+
+    Where more are wanted than there are, those that there are come first: files of answers to them are there, too.
+    """
     file = store.folder / _REQUESTS
+    stored: dict[str, Any] = {"wanted": -1, "packages": [], "requests": []}
     if file.is_file():
         stored = json.loads(file.read_text(encoding="utf-8"))
-        if stored["wanted"] >= wanted:
-            return stored["requests"], set(stored["packages"])
-    codes, packages = read_code(settings.seed, _CODES)
+    if stored["wanted"] >= wanted:
+        return stored["requests"], set(stored["packages"])
+    codes, found = read_code(settings.seed, _CODES)
     made = make_requests(_answers(store.load("written", numbers), tokenizer), codes, wanted, settings.seed)
-    requests = [tokenizer.encode(text, add_special_tokens=False).ids for text in made]
+    new = [tokenizer.encode(text, add_special_tokens=False).ids for text in made]
+    known = set(map(tuple, stored["requests"]))
+    requests = [*stored["requests"], *(ids for ids in new if tuple(ids) not in known)]
+    packages = sorted({*stored["packages"], *found})
     write_json(file, {"wanted": wanted, "packages": packages, "requests": requests})
     return requests, set(packages)
 

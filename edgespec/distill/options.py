@@ -20,7 +20,8 @@ class Settings:
         tokens: that the target writes or reads, with its distributions and hidden states kept.
         train_tokens: most places that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.
-        start: a distilled draft of this target to go on training, in its sizes; None starts from the target's weights.
+        start: a distilled draft of this target to go on training, in its sizes; it gets attention where it has none.
+            None starts from the target's weights.
         seed: of everything random.
         written: share of the tokens that the target writes in conversations of its own.
         asked: share of those that it writes about passages of its own answers and of what is installed; the rest is
@@ -29,7 +30,7 @@ class Settings:
         write_rows, write_length: conversations that are written at once, and their tokens.
         read_rows, read_length: the same of texts that are read.
         depth: tokens that the draft is trained to draft one after the other.
-        batch_tokens: places of a training step; each further depth is trained on a third of them.
+        batch_tokens: places of a training step, in whole 32s; each further depth is trained on a third of those before.
         learning_rate: after the warm-up.
         total_variation: weight of the lost acceptance in the loss, beside the Kullback-Leibler divergence.
         search_steps: of each candidate for the layers to read.
@@ -72,6 +73,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 8:
                 raise ConfigError(f"{name} is {value}; it must be at least 8")
+        if min(self.written, self.asked) < 0 or self.written + self.asked > 1 + 1e-9:
+            raise ConfigError(
+                f"written is {self.written} and asked is {self.asked}: they are shares, of 0 to 1 together"
+            )
 
     @property
     def budget(self) -> int:
