@@ -199,16 +199,23 @@ def _find_start(job: _Job) -> Distilled | None:
     """The draft to start from.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or another shape is asked for than it has.
         ExportError, IncompatibleDraftError: it is damaged, or of another target.
     """
-    name = job.settings.start
+    name, settings = job.settings.start, job.settings
     if name is None:
         return None
     folder = find_distilled(str(name))
     if folder is None:
         raise ConfigError(f"{name} is no distilled draft to start from; name one, or start without")
-    return read_distilled(folder, job.source)
+    start, usual = read_distilled(folder, job.source), Settings()
+    sizes = {"layers": start.num_blocks, "width": start.intermediate_size, "head_size": start.head_size}
+    for option, size in sizes.items():
+        if getattr(settings, option) not in (getattr(usual, option), size):
+            raise ConfigError(f"{option} is {getattr(settings, option)}, but {name} keeps its {size}: leave it out")
+    if start.attended_layer is not None and not settings.attention:
+        raise ConfigError(f"attention is off, but {name} keeps the one it has: leave it on, or start without")
+    return start
 
 
 def _vocab_size(source: Source, model: Any) -> int:
