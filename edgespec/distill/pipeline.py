@@ -21,7 +21,7 @@ from edgespec.distill.data import Data, make_data, make_seen, places, rank_head
 from edgespec.distill.loss import HeadMap
 from edgespec.distill.options import Settings
 from edgespec.distill.places import Places
-from edgespec.distill.search import Pair, candidates, induction_scores, search
+from edgespec.distill.search import Pair, attendable_layers, candidates, induction_scores, search
 from edgespec.distill.store import Layers, Store, Texts, write_json
 from edgespec.distill.student import DraftShape, HiddenDraft, draft_shape, go_on_from, make_student
 from edgespec.distill.teacher import Machine, Teacher, find_machine, load_target
@@ -248,13 +248,17 @@ def _make_data(job: _Job, teacher: Teacher) -> Data:
 
 
 def _attended_layer(job: _Job, model: Any, vocab_size: int) -> int | None:
-    """The layer whose keys are best for copying."""
+    """The layer whose keys are best for copying, of those that a draft can attend to."""
+    settings = job.settings
     if job.start is not None and job.start.attended_layer is not None:
         return job.start.attended_layer
-    if not job.settings.attention:
+    if not settings.attention:
         return None
-    scores = induction_scores(model, vocab_size, job.settings.seed)
+    longest = max(settings.write_length, settings.read_length)
+    possible = set(attendable_layers(model, vocab_size, longest, settings.seed))
+    scores = {i: score for i, score in induction_scores(model, vocab_size, settings.seed).items() if i in possible}
     if not scores:
+        job.progress.note(f"no layer of {job.source.name} has a cache to attend to, so the draft has no attention")
         return None
     layer = max(scores, key=scores.__getitem__)
     job.progress.note(f"attends to layer {layer}, where {scores[layer]:.0%} of a head's attention copies")
@@ -266,7 +270,8 @@ def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, 
     file = folder / "layers.json"
     attended = choices[0].attended
     if file.is_file():
-        return Layers(tuple(json.loads(file.read_text(encoding="utf-8"))["layers"]), attended)
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Layers(tuple(kept["layers"]), kept.get("attended", attended))
     settings = job.settings
     job.progress.step("looking for the layers to read")
     rows = max(2, len(data.check["written"].tokens) // 2)
@@ -293,7 +298,7 @@ def _search(job: _Job, teacher: Teacher, choices: list[Layers], heads: HeadMap, 
 
     best, scores = search([layers.hidden for layers in choices], score)
     named = {" ".join(map(str, pair)): value for pair, value in scores.items()}
-    write_json(file, {"layers": best, "scores": named})
+    write_json(file, {"layers": best, "attended": attended, "scores": named})
     return Layers(best, attended)
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgespec.distill.student import target_rotation
+
 Pair = tuple[int, ...]
 _TEXTS, _LENGTH = 4, 64
+_SHORT, _SHIFT = 32, 16  # tokens of a text, positions
 
 
 def candidates(count: int) -> list[Pair]:
@@ -28,6 +31,45 @@ def search(choices: Sequence[Pair], score: Callable[[Pair], float]) -> tuple[Pai
         return choices[0], {}
     scores = {layers: score(layers) for layers in choices}
     return max(scores, key=scores.__getitem__), scores
+
+
+def attendable_layers(model: Any, vocab_size: int, longest: int, seed: int) -> list[int]:
+    """Layers through whose cache a draft can look back, so that nothing is trained which no export can write.
+
+    The cache keeps all of a text of `longest` tokens, heads and rotation are of widths that GroupQueryAttention has,
+    and keys are rotated as `target_rotation` rotates the draft's: those of a text that begins some positions later are
+    the same, rotated by so much more. Not so where a layer has no positions.
+
+    Args:
+        model: of `load_target`.
+        vocab_size: tokens to choose from.
+        seed: of the tokens.
+    """
+    length = min(_SHORT, longest)
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, vocab_size, (1, length))).to(model.device)
+    starts = [torch.full_like(tokens, start) for start in (0, _SHIFT)]
+    with torch.inference_mode():
+        positions = (torch.arange(length, device=model.device) + start for start in starts)
+        here, there = (model.model(tokens, position_ids=p, use_cache=True).past_key_values.layers for p in positions)
+        return [
+            layer
+            for layer, (one, other) in enumerate(zip(here, there, strict=True))
+            if (getattr(one, "sliding_window", None) or longest + 1) > longest
+            and _is_rotated(model, one.keys.float(), other.keys.float(), starts)
+        ]
+
+
+def _is_rotated(model: Any, keys: Any, later: Any, starts: Sequence[Any]) -> bool:
+    """Whether `later` are `keys`, rotated from the first of `starts` to the second."""
+    try:
+        width = model.model.rotary_emb(keys, starts[0])[0].shape[-1]
+        rotate = target_rotation(model)
+        before, expected = (rotate(keys, keys, start)[0] for start in starts)
+        found, _ = rotate(later, later, starts[0])  # by nothing, but scaled as the others where a family does that
+    except (AttributeError, TypeError, RuntimeError):  # it rotates in another way
+        return False
+    is_known = keys.shape[-1] % 8 == 0 and width % 16 == 0
+    return is_known and bool((found - expected).norm() < (found - before).norm() / 2)
 
 
 def induction_scores(model: Any, vocab_size: int, seed: int) -> dict[int, float]:

@@ -92,7 +92,7 @@ class Memory:
     Attributes:
         keys, values: of the target's layer, keys rotated, shape (rows, kv_heads, length, head_dim).
         positions: of the last token that the target has read, shape (rows, places).
-        own: keys and values of the tokens drafted from there, shape (rows, places, kv_heads, head_dim) each.
+        own: keys and values of the tokens drafted from there, each of shape (rows, kv_heads, places, head_dim).
     """
 
     keys: Any
@@ -270,10 +270,11 @@ def _start_attention(attention: Attention, layer: Any) -> None:
     own = {name: getattr(attention, name).weight for name in _PRODUCTS}
     products = {name: getattr(layer.self_attn, name, None) for name in _PRODUCTS}
     found = {name: getattr(product, "weight", own[name][:0]) for name, product in products.items()}
-    if any(weight.shape != own[name].shape for name, weight in found.items()):
+    norm = getattr(layer, "input_layernorm", None)  # some families have norms behind the attention only
+    if norm is None or any(weight.shape != own[name].shape for name, weight in found.items()):
         return
     with torch.no_grad():
-        attention.norm.weight.copy_(_scale(layer.input_layernorm, attention.shape.hidden_size))
+        attention.norm.weight.copy_(_scale(norm, attention.shape.hidden_size))
         for name, weight in found.items():
             own[name].copy_(weight.float() * (_ATTENTION if name == "o_proj" else 1))
 
@@ -281,6 +282,7 @@ def _start_attention(attention: Attention, layer: Any) -> None:
 def _scale(norm: Any, size: int) -> Any:
     """What a norm without a mean multiplies by, shape (size,), whatever it calls its weight; ones of another norm."""
     weight = next(iter(norm.parameters()), torch.ones(size))
+    ones = torch.ones(1, size, dtype=weight.dtype, device=weight.device)
     with torch.no_grad():
-        found = norm(torch.ones(1, size, dtype=weight.dtype, device=weight.device))[0].float().cpu()
+        found = (norm(ones) - norm(0 * ones))[0].float().cpu()  # less a bias
     return found if found.abs().sum() > 0 else torch.ones(size)

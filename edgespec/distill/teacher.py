@@ -71,14 +71,17 @@ def load_target(source: Source, machine: Machine) -> Any:
 
     from edgespec.export.convert import quiet
 
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=machine.torch_dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            attn_implementation=register(),
-        )
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                dtype=machine.torch_dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation=register(),
+            )
+    except KeyError:  # a family that looks its attention up among its own classes
+        model = None
     body = getattr(model, "model", None)
     parts = ("embed_tokens", "layers", "norm")
     if body is None or any(not hasattr(body, part) for part in parts) or not hasattr(model, "lm_head"):
