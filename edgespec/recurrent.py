@@ -253,7 +253,9 @@ class _Attention:
         if self.is_borrowed and past < len(self._target.tokens):
             self.past_len[0] = past = len(self._target.tokens)
         if past >= context_length:
-            raise ContextOverflowError(f"{past + 1} tokens do not fit the draft's context of {context_length}")
+            raise ContextOverflowError(
+                f"{past + 1} tokens do not fit the draft's context of {context_length}: shorten the conversation"
+            )
         self.cache.prepare(past, past + 1)
 
 

@@ -272,8 +272,8 @@ def test_attention_starts_where_the_target_is(teacher: Teacher) -> None:
     torch.testing.assert_close(draft.attention.norm.weight, layer.input_layernorm.weight)
 
 
-def test_the_layer_that_copies_is_found(teacher: Teacher) -> None:
-    """Of two layers, the one that was made to look at what followed a token's first time."""
+def test_every_layer_is_scored(teacher: Teacher) -> None:
+    """Low where weights are random; the model goes on with the attention that it had."""
     usual = teacher.model.config._attn_implementation
     scores = induction_scores(teacher.model, NUM_TOKENS, 0)
     assert set(scores) == {0, 1}

@@ -37,20 +37,21 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     yield f"- Reads the target's hidden states: the input of the attention of layers {layers}, and what its head reads."
     if report.layers.attended is not None:
         yield f"  It attends to the target's keys and values of layer {report.layers.attended}."
-    yield "  It has no cache and reads no text."
+    yield "  It has no cache of its own and reads no text."
     yield f"- {settings.layers} blocks; head over {settings.head_size} tokens, all others have probability 0."
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())
     yield f"- Data: no data set. Tokens with the target's distributions: {sorts}."
     yield f"- Training: {report.steps:,} steps, {report.trained_tokens:,} places, seed {settings.seed}."
     if settings.start is not None:
-        yield f"  It went on from `{settings.start.name}`, whose training is not counted here."
+        yield f"  It went on from `{settings.start.resolve().name}`, whose training is not counted here."
     yield f"- Predicted cost of a step over a target step, 8 bits: {report.cost_ratio:.3f}."
     yield ""
     yield from _acceptance(report)
     yield ""
     yield from _curve(report.curve)
     if packages:
-        yield from ("", "Documentation that the target read, under permissive licences:", ", ".join(packages) + ".")
+        said = "The target read documentation, and was asked about code, of these packages under permissive licences:"
+        yield from ("", said, ", ".join(packages) + ".")
 
 
 def _acceptance(report: DistillReport) -> Iterator[str]:

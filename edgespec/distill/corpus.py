@@ -1,4 +1,5 @@
-"""Text for the target to read: the documentation of packages that are installed here under permissive licences.
+"""Text for the target to read and to be asked about: documentation and code of packages that are installed here under
+permissive licences.
 
 Owns which files count. Nothing of it is kept but token ids in the working folder, and the card names the packages.
 """

@@ -27,7 +27,7 @@ _WARM_UP = 0.03  # of the budget
 _DECAY = 0.25  # of the tokens trained on before it begins
 _GAIN = 0.002  # of acceptance: less is none
 _CLIP = 1.0
-_FEWER = 3  # times places at each further depth
+_FEWER = 3  # times fewer places at each further depth
 _EACH = 32  # places of a row of a text in a batch: they share its keys and values
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -87,6 +87,11 @@ class Trainer:
         start = self.state.decay_from
         return self.budget if start is None else min(self.budget, start + max(1, int(_DECAY * start)))
 
+    @property
+    def _num_rows(self) -> int:
+        """Of a batch, each with as many places."""
+        return max(1, self.settings.batch_tokens // _EACH)
+
     def run(self, tell: Callable[[State, float], None], most: int | None = None) -> None:
         """Train to the end.
 
@@ -142,7 +147,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), _CLIP)
         self._optimizer.step()
         state.step += 1
-        state.tokens += self.settings.batch_tokens
+        state.tokens += self._num_rows * _EACH
         return float(loss.detach())
 
     def _loss(self) -> Any:
@@ -153,7 +158,7 @@ class Trainer:
         """
         settings = self.settings
         rng = np.random.default_rng([settings.seed, self.state.step])
-        rows = max(1, settings.batch_tokens // _EACH)
+        rows = self._num_rows
         batch = self.train.batch(self.train.draw(rng, rows, _EACH), self.heads, self.machine.device)
         weights, memory = torch.ones(rows * _EACH, device=self.machine.device), batch.memory
         with self.machine.autocast():

@@ -201,7 +201,7 @@ class _Pair:
             _, draft = self._open(stack, path)
             past, seconds = len(self.tokens) // 2 if draft.borrows else 0, []
             draft.pretend(past)
-            for token in self.tokens[:_TIMED]:
+            for token in self.tokens[past : past + _TIMED]:
                 started = time.perf_counter()
                 draft.forward(np.array([token]), 1)
                 seconds.append(time.perf_counter() - started)
