@@ -5,6 +5,8 @@ Source: prompt lookup decoding (Saxena 2023).
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,10 +26,10 @@ def find_hint(text: Tokens) -> tuple[int, int]:
     ends, length = occurrences(text, text, LONGEST_HINT)
     if not length:
         return 0, 0
-    following = text[ends + 1]
-    is_sure = bool((following == following[-1]).all())
+    following: list[int] = text[ends + 1].tolist()
+    is_sure = following.count(following[-1]) == len(following)
     token = following[-1] if is_sure else most_frequent(following)
-    return int(token), length + is_sure * LONGEST_HINT
+    return token, length + is_sure * LONGEST_HINT
 
 
 def occurrences(text: Tokens, context: Tokens, max_ngram: int) -> tuple[NDArray[np.intp], int]:
@@ -37,8 +39,8 @@ def occurrences(text: Tokens, context: Tokens, max_ngram: int) -> tuple[NDArray[
     """
     ends = np.flatnonzero(text[:-1] == context[-1])
     length = int(len(ends) > 0)
-    while length < min(max_ngram, len(context)):
-        longer = ends[ends >= length]
+    while 0 < length < min(max_ngram, len(context)):
+        longer = ends if ends[0] >= length else ends[ends >= length]
         longer = longer[text[longer - length] == context[-1 - length]]
         if not len(longer):
             break
@@ -46,9 +48,7 @@ def occurrences(text: Tokens, context: Tokens, max_ngram: int) -> tuple[NDArray[
     return ends, length
 
 
-def most_frequent(tokens: Tokens) -> np.int64:
+def most_frequent(tokens: list[int]) -> int:
     """The most frequent token, and of equally frequent ones that which occurs last."""
-    values, last, counts = np.unique(tokens[::-1], return_index=True, return_counts=True)
-    most = counts == counts.max()
-    winner: np.int64 = values[most][last[most].argmin()]
-    return winner
+    counts = Counter(reversed(tokens))
+    return max(counts, key=counts.__getitem__)

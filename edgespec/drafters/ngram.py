@@ -51,7 +51,7 @@ def look_up(text: Tokens, context: Tokens, limit: int, max_ngram: int) -> Draft:
     while len(ends) > 1 and len(tokens) < limit:
         following = text[ends + 1]
         # The last occurrence is the most recent one: where all go on alike there is nothing to count.
-        token = following[-1] if (following == following[-1]).all() else most_frequent(following)
+        token = following[-1] if (following == following[-1]).all() else most_frequent(following.tolist())
         agree = following == token
         levels.append((length + len(tokens)) * float(agree.mean()))
         tokens.append(int(token))
