@@ -202,7 +202,7 @@ def test_requests_are_about_passages() -> None:
     """Every one has an instruction and a passage out of what was given, none twice; the seed decides the order."""
     body = "\n".join(f"    value = value + {i}  # step {i} of many" for i in range(6))
     codes = [f'"""{"Words of a module. " * 12}"""\n\ndef one_{i}(value):\n{body}\n' for i in range(8)]
-    codes.append("def broken(:")
+    codes += ["def broken(:", codes[0], "# a page\n\x0c\n" + codes[1].replace("one_1", "one_page")]
     answers = [f"Answer {i}. " + "It goes on for a while. " * 10 for i in range(30)]
     found = make_requests(answers, codes, 20, 0)
     assert len(found) == len(set(found)) == 20
@@ -214,6 +214,9 @@ def test_requests_are_about_passages() -> None:
         assert min(map(len, parts)) < 100 < max(map(len, parts))
     assert found == make_requests(answers, codes, 20, 0) != make_requests(answers, codes, 20, 1)
     assert len(make_requests(answers[:3], codes[:1], 20, 0)) < 6
+    pages = [text for text in make_requests([], codes, 40, 0) if "one_page" in text]
+    assert len(pages) == 1
+    assert "def one_page(value):\n    value = value + 0" in pages[0]
 
 
 def test_code_is_of_permissive_packages_too() -> None:

@@ -147,6 +147,8 @@ def _requests(
     codes, found = read_code(settings.seed, _CODES)
     made = make_requests(_answers(store.load("written", numbers), tokenizer), codes, wanted, settings.seed)
     new = [tokenizer.encode(text, add_special_tokens=False).ids for text in made]
+    # What is longer would be cut, and with it perhaps what is asked.
+    new = [ids for ids in new if len(ids) <= settings.read_length // 2] or new
     known = set(map(tuple, stored["requests"]))
     requests = [*stored["requests"], *(ids for ids in new if tuple(ids) not in known)]
     packages = sorted({*stored["packages"], *found})

@@ -66,7 +66,8 @@ def make_requests(answers: Sequence[str], codes: Sequence[str], wanted: int, see
         (_OF_TEXT, [part for text in answers for part in _paragraphs(text, pick)], 1.0),
     )
     requests: list[str] = []
-    for instructions, passages, share in found:
+    for instructions, parts, share in found:
+        passages = list(dict.fromkeys(parts))  # packages carry copies of one another's files
         most = min(round(share * wanted), wanted - len(requests), len(passages))
         requests += [_ask(pick.choice(instructions), part, pick) for part in pick.sample(passages, most)]
     pick.shuffle(requests)
@@ -96,7 +97,7 @@ def _paragraphs(text: str, pick: random.Random) -> Iterator[str]:
 
 
 def _functions(code: str) -> Iterator[str]:
-    lines = code.splitlines()
+    lines = code.split("\n")  # as the parser counts them: a form feed ends none
     for node in parse(code):
         if isinstance(node, ast.FunctionDef):
             part = "\n".join(lines[node.lineno - 1 : node.end_lineno])
