@@ -384,6 +384,7 @@ def _coverage(heads: HeadMap, texts: Texts) -> float:
 def _training_folder(job: _Job) -> Path:
     """A folder for a training with these settings."""
     values = {name: str(value) for name, value in asdict(job.settings).items() if name != "checkpoint_every"}
+    values["format"] = str(FORMAT_VERSION)
     if job.start is not None:
         values["start"] = hashlib.sha256((job.start.folder / WEIGHTS).read_bytes()).hexdigest()
     name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:10]
