@@ -154,7 +154,11 @@ def _plan(options: dict[str, Any]) -> Plan:
 def _facts(bundle: Bundle, plan: Plan) -> dict[str, Any]:
     sampling = {"temperature": plan.params.temperature, "top_p": plan.params.top_p, "exact": plan.runtime.exact}
     manifest = bundle.manifest
-    about: dict[str, str | None] = {"name": manifest.name, "folder": bundle.path.resolve().name, "digest": bundle_digest(manifest)}
+    about: dict[str, str | None] = {
+        "name": manifest.name,
+        "folder": bundle.path.resolve().name,
+        "digest": bundle_digest(manifest),
+    }
     about |= {"target": manifest.target.precision, "draft": manifest.draft.precision if manifest.draft else None}
     date = time.strftime("%Y-%m-%dT%H:%M:%S")
     return {"bundle": about, "max_new_tokens": plan.params.max_new_tokens, **sampling, "date": date} | {
