@@ -109,7 +109,7 @@ def cache(length: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("precision", "block", "most"),
-    [("fp32", None, 1e-5), ("fp16", None, 5e-3), ("int8", 32, 0.05), ("int8", 128, 0.05), ("int4", 32, 0.3)],
+    [("fp32", None, 1e-5), ("fp16", None, 5e-3), ("int8", 32, 0.03), ("int8", 128, 0.05), ("int4", 32, 0.3)],
 )
 def test_a_step_is_torchs(
     made: Distilled, tmp_path: Path, precision: str, block: int | None, most: float, interleaved: bool
