@@ -21,8 +21,8 @@ from edgespec.costs import CostCurve
 # Share of the time that may be spent on trying drafters which are thought to lose: what being wrong about them may
 # cost at most, and so the most by which speculation is slower than plain decoding in the long run.
 PROBE_SHARE = 0.01
-_OUTLIER = 4.0  # as in `costs`
-_STEP_HORIZON = 8  # drafts over which the cost of a drafter that was not measured is averaged
+_OUTLIER = 4.0  # times the usual: what a round takes longer beside the models is not its own
+_STEP_HORIZON = 8  # rounds over which what was not measured beforehand is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class AdaptivePolicy:
         """Take in what a round did."""
         self._target.observe(outcome.rows, outcome.past, outcome.target_s)
         self._elapsed_s += outcome.seconds
-        # Something else may have had the processor: one such round says nothing about the others.
+        # Something else may have had the processor: one such round may say little about the others.
         known = self._other_s or outcome.other_s
         self._other_s = known + (min(outcome.other_s, _OUTLIER * known) - known) / _STEP_HORIZON
         if outcome.name is None:

@@ -163,7 +163,7 @@ def test_the_drafter_with_the_higher_rate_is_taken() -> None:
 def test_the_rest_of_a_round_counts() -> None:
     """What a round takes beside the models is part of what it costs: the rate that is expected is that of whole rounds,
     and a draft that does not quite pay against the models' time alone does where rounds take longer. A round that was
-    interrupted does not count."""
+    interrupted counts little."""
     found = {}
     for other_s in (0.0, 5e-3):
         policy = adaptive(prior=0.2)

@@ -160,10 +160,15 @@ PROMPTS = ("The sea", "one two", "a", "def f(x):", "Monday: rain")
 @pytest.mark.parametrize("runtime", [RuntimeParams(), RuntimeParams(exact=True), RuntimeParams(prefill_chunk=4)])
 def test_answers_are_the_plain_ones(bundle: Bundle, params: SamplingParams, runtime: RuntimeParams) -> None:
     """Greedy and coupled texts are those without drafts, over many rounds with rejections; about half is accepted."""
+    check_answers(bundle.path, params, runtime)
+
+
+def check_answers(path: Path, params: SamplingParams, runtime: RuntimeParams) -> None:
+    """Coupled answers of a bundle with its draft are those without, and some of its drafts are accepted, not all."""
     coupled = SpecParams(drafter="model", num_draft_tokens=3, verifier="coupled")
     with (
-        edgespec.load(bundle.path, spec=SpecParams(drafter="none", verifier="coupled"), runtime=runtime) as plain,
-        edgespec.load(bundle.path, spec=coupled, runtime=runtime) as fast,
+        edgespec.load(path, spec=SpecParams(drafter="none", verifier="coupled"), runtime=runtime) as plain,
+        edgespec.load(path, spec=coupled, runtime=runtime) as fast,
     ):
         counts = np.zeros(2)
         for prompt in PROMPTS:
@@ -176,11 +181,17 @@ def test_answers_are_the_plain_ones(bundle: Bundle, params: SamplingParams, runt
 
 def test_the_law_is_the_targets(bundle: Bundle) -> None:
     """The whole losslessness test, which knows where each of the draft's rows started."""
-    with open_subject(bundle.path, RuntimeParams(), with_draft=True) as subject:
+    check_law(bundle.path)
+
+
+def check_law(path: Path) -> None:
+    """A bundle's draft changes nothing of the target's law, and no row of logits."""
+    with open_subject(path, RuntimeParams(), with_draft=True) as subject:
         assert isinstance(subject.draft, RecurrentSession)
         settings = [Setting("T 40", SamplingParams(temperature=40)), Setting("greedy", SamplingParams())]
         report = Proof(subject, settings, drafters=["model"], budget=1000, max_samples=600).run()
     assert report.passed, report
+    assert report.rows_changed == 0
     assert report.identities[0].result.acceptance > 0.2
 
 

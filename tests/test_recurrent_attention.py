@@ -7,7 +7,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,10 @@ from edgespec.models import fork_draft, open_draft, open_target
 from edgespec.ort import Interrupt
 from edgespec.params import RuntimeParams, SamplingParams, SpecParams
 from edgespec.probe import PASTS, measure_pair
-from edgespec.proof import Proof, Setting
 from edgespec.proof.replay import RecurrentReplay
-from edgespec.proof.subject import open_subject
 from edgespec.recurrent import RecurrentSession
 from edgespec.session import DecoderSession
-from tests.test_recurrent import GREEDY, MODEL, PROMPTS, SPEC, TABLE, answer, drafted
+from tests.test_recurrent import GREEDY, MODEL, PROMPTS, SPEC, TABLE, answer, check_answers, check_law, drafted
 from tests.tiny import VOCAB, reference_logits
 from tests.tiny_hidden import draft_logits, make_hidden_bundle, target_hidden
 
@@ -239,28 +236,12 @@ def test_answers_with_a_cache_of_its_own(name: str, request: pytest.FixtureReque
 @pytest.mark.parametrize("runtime", [RuntimeParams(initial_capacity=8), RuntimeParams(exact=True), RUNTIME])
 def test_answers_are_the_plain_ones(bundle: Bundle, params: SamplingParams, runtime: RuntimeParams) -> None:
     """Greedy and coupled texts are those without drafts, over many rounds with rejections; about half is accepted."""
-    coupled = replace(SPEC, verifier="coupled")
-    with (
-        edgespec.load(bundle.path, spec=replace(coupled, drafter="none"), runtime=runtime) as plain,
-        edgespec.load(bundle.path, spec=coupled, runtime=runtime) as fast,
-    ):
-        counts = np.zeros(2)
-        for prompt in PROMPTS:
-            stream = fast.generate(prompt, params)
-            stream.text()
-            assert list(stream.token_ids) == answer(plain, prompt, params)
-            counts += stream.stats.drafted, stream.stats.accepted
-        assert 0.2 * counts[0] < counts[1] < 0.9 * counts[0]
+    check_answers(bundle.path, params, runtime)
 
 
 def test_the_law_is_the_targets(bundle: Bundle) -> None:
     """The whole losslessness test, which knows where each of the draft's rows started."""
-    with open_subject(bundle.path, RuntimeParams(), with_draft=True) as subject:
-        settings = [Setting("T 40", SamplingParams(temperature=40)), Setting("greedy", SamplingParams())]
-        report = Proof(subject, settings, drafters=["model"], budget=1000, max_samples=600).run()
-    assert report.passed, report
-    assert report.rows_changed == 0
-    assert report.identities[0].result.acceptance > 0.2
+    check_law(bundle.path)
 
 
 def test_remembered_rows_know_their_start(pair: Pair) -> None:

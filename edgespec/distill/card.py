@@ -37,6 +37,7 @@ def _lines(report: DistillReport, source: Source, settings: Settings, packages: 
     yield f"- Reads the target's hidden states: the input of the attention of layers {layers}, and what its head reads."
     if report.layers.attended is not None:
         yield f"  It attends to the target's keys and values of layer {report.layers.attended}."
+    yield "  At each token it is told what prompt lookup would propose, and decides how much to trust that."
     yield "  It has no cache of its own and reads no text."
     yield f"- {settings.layers} blocks; head over {settings.head_size} tokens, all others have probability 0."
     sorts = ", ".join(f"{count:,} {sort}" for sort, count in report.tokens.items())

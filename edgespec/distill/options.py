@@ -16,7 +16,7 @@ class Settings:
         layers: blocks of the draft.
         width: neurons of each block; None has as many as a layer of the target.
         head_size: tokens that can be drafted; the others have probability 0.
-        attention: let the draft attend to keys and values of the target, so that it can copy.
+        attention: let the draft attend to keys and values of the target, and so look back at the text.
         tokens: that the target writes or reads, with its distributions and hidden states kept.
         train_tokens: most places that the draft is trained on, repetitions counted; None is five times `tokens`.
         prompts: a file with a prompt on each line, which half of the conversations start with; None for none.

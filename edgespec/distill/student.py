@@ -266,7 +266,7 @@ def go_on_from(draft: HiddenDraft, weights: Mapping[str, NDArray[np.float32]]) -
 
 
 def _start_attention(attention: Attention, layer: Any) -> None:
-    """Start from the layer's own products: the head that copies finds the token's first time at once."""
+    """Start from the layer's own products, which is better than from random ones (docs/distill.md)."""
     own = {name: getattr(attention, name).weight for name in _PRODUCTS}
     products = {name: getattr(layer.self_attn, name, None) for name in _PRODUCTS}
     found = {name: getattr(product, "weight", own[name][:0]) for name, product in products.items()}
