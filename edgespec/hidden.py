@@ -59,10 +59,10 @@ class HiddenRows:
             self.first = position
         self.end = position + len(rows)
         self.first = max(self.first, self.end - len(self._ring))
-        if len(rows) == 1:
-            self._ring[position % len(self._ring)] = rows[0]
-        else:
-            self._ring[np.arange(position, self.end) % len(self._ring)] = rows
+        place = position % len(self._ring)
+        before_wrap = min(len(rows), len(self._ring) - place)
+        self._ring[place : place + before_wrap] = rows[:before_wrap]
+        self._ring[: len(rows) - before_wrap] = rows[before_wrap:]
 
     def rewind(self, length: int) -> None:
         """Forget positions from `length` on."""

@@ -6,6 +6,7 @@ Source: prompt lookup decoding (Saxena 2023).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +17,71 @@ LONGEST_HINT = 4  # tokens of a match that a hint tells apart
 NUM_HINT_KINDS = 2 * LONGEST_HINT + 1
 
 
-def find_hint(text: Tokens) -> tuple[int, int]:
-    """What followed when the text ended like this before, and how much that says.
+class HintIndex:
+    """What followed when a text ended like this before, and how much that says. The text changes at its end.
 
-    Returns:
-        The token that `look_up` would propose first, and the kind: the length of the match up to `LONGEST_HINT`, and
-        `LONGEST_HINT` more where all its occurrences agree. Both are 0 where there is no match.
+    It gives what `look_up` would propose first, without looking through the text again at every token.
     """
-    ends, length = occurrences(text, text, LONGEST_HINT)
-    if not length:
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._following: dict[tuple[int, ...], list[int]] = {}  # up to `LONGEST_HINT` tokens -> what came behind them
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def append(self, token: int) -> None:
+        for ending in self._endings():
+            self._following.setdefault(ending, []).append(token)
+        self._text.append(token)
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        while len(self._text) > length:
+            self._text.pop()
+            for ending in self._endings():
+                following = self._following[ending]
+                following.pop()
+                if not following:
+                    del self._following[ending]
+
+    def find(self) -> tuple[int, int]:
+        """The hint for what comes next.
+
+        Returns:
+            A token and the kind: the length of the longest match up to `LONGEST_HINT`, and `LONGEST_HINT` more where
+            all its occurrences agree. Both are 0 where there is no match.
+        """
+        for ending in self._endings():
+            following = self._following.get(ending)
+            if following is not None:
+                token = following[-1]
+                if following.count(token) == len(following):
+                    return token, len(ending) + LONGEST_HINT
+                return most_frequent(following), len(ending)
         return 0, 0
-    following: list[int] = text[ends + 1].tolist()
-    is_sure = following.count(following[-1]) == len(following)
-    token = following[-1] if is_sure else most_frequent(following)
-    return token, length + is_sure * LONGEST_HINT
+
+    def _endings(self) -> list[tuple[int, ...]]:
+        """The last tokens of the text, longest first."""
+        last = tuple(self._text[-LONGEST_HINT:])
+        return [last[start:] for start in range(len(last))]
+
+
+def find_hints(text: Iterable[int]) -> list[tuple[int, int]]:
+    """The hint after each token of a text."""
+    index, found = HintIndex(), []
+    for token in text:
+        index.append(token)
+        found.append(index.find())
+    return found
+
+
+def common_prefix(text: Tokens, other: Tokens) -> int:
+    """How many tokens both begin with."""
+    length = min(len(text), len(other))
+    text, other = text[:length], other[:length]
+    # Nearly always they are the same, which bytes tell at less than half the cost of comparing elements.
+    return length if text.tobytes() == other.tobytes() else int((text != other).argmax())
 
 
 def occurrences(text: Tokens, context: Tokens, max_ngram: int) -> tuple[NDArray[np.intp], int]:

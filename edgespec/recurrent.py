@@ -21,7 +21,7 @@ from edgespec.contracts import Interrupted, Rows, Tokens
 from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head
 from edgespec.kv import CacheTensor, SharedCache, find_cache_tensors, float_type
-from edgespec.lookup import find_hint
+from edgespec.lookup import HintIndex, common_prefix
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RuntimeParams
 from edgespec.session import DecoderSession
@@ -29,7 +29,6 @@ from edgespec.session import DecoderSession
 _INPUTS = {"input_ids", "hidden", "state"}
 _OUTPUTS = {"logits", "next_state"}
 _HINT = "hint"
-_TEXT_ROOM = 1024  # tokens, at first, of a text that hints are found in
 _OWN_CAPACITY = 16  # tokens, at first, of a cache that holds drafted ones only
 
 
@@ -44,7 +43,7 @@ class RecurrentSession:
     them. Where the target's cache cannot be used (it grows, or has other elements, or another provider runs it), the
     draft sees nothing but what it drafted, in a cache of its own, which costs acceptance and nothing else.
 
-    A graph with `hint` int64 [1, 2] is told, at each token, what `find_hint` says of the text up to that token: column
+    A graph with `hint` int64 [1, 2] is told, at each token, what `HintIndex` finds in the text up to that token: column
     and kind. Both are 0 where there is no hint or the head does not have its token, and after `rewind`, when nobody
     knows the text.
 
@@ -260,7 +259,7 @@ class _Attention:
 
 
 class _Hint:
-    """The input `hint`: what `find_hint` says of the text up to the token that is fed.
+    """The input `hint`: what `HintIndex` finds in the text up to the token that is fed.
 
     Args:
         head: as of the session.
@@ -270,7 +269,8 @@ class _Hint:
     def __init__(self, head: Head | None, num_columns: int, binding: Any) -> None:
         self._head, self._num_columns = head, num_columns
         self._value = np.zeros((1, 2), np.int64)
-        self._text, self._length = np.empty(_TEXT_ROOM, np.int64), 0
+        self._index = HintIndex()
+        self._known = np.empty(0, np.int64)  # the text that the index begins with
         self._is_known = False
         binding.bind_ortvalue_input(_HINT, OrtDevice("CPUExecutionProvider").put(self._value))
 
@@ -279,19 +279,17 @@ class _Hint:
         self._is_known = before is not None
         self._value.fill(0)
         if before is not None:
-            self._length = 0
-            self._make_room(len(before) + 1)
-            self._length = len(before)
-            self._text[: self._length] = before
+            self._index.cut(common_prefix(self._known, before))
+            for token in before[len(self._index) :].tolist():
+                self._index.append(token)
+            self._known = before.copy()
 
     def follow(self, token: int) -> None:
         """Find the hint for what comes after `token`, which is fed next."""
         if not self._is_known:
             return
-        self._make_room(self._length + 1)
-        self._text[self._length] = token
-        self._length += 1
-        found, kind = find_hint(self._text[: self._length])
+        self._index.append(int(token))
+        found, kind = self._index.find()
         column = self._column(found) if kind else None
         self._value[0] = (0, 0) if column is None else (column, kind)
 
@@ -299,12 +297,6 @@ class _Hint:
         if self._head is not None:
             return self._head.column(token)
         return token if token < self._num_columns else None
-
-    def _make_room(self, length: int) -> None:
-        if length > len(self._text):
-            text = np.empty(2 * length, np.int64)
-            text[: self._length] = self._text[: self._length]
-            self._text = text
 
 
 def _find_attention(path: Path, session: Any, shapes: dict[str, Any], types: dict[str, str]) -> list[CacheTensor]:

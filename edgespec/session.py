@@ -18,6 +18,7 @@ from edgespec.errors import BundleError, ContextOverflowError, SessionError
 from edgespec.head import Head
 from edgespec.hidden import HIDDEN, HiddenRows
 from edgespec.kv import CacheTensor, GrowingCache, SharedCache, find_cache_tensors, float_type
+from edgespec.lookup import common_prefix
 from edgespec.ort import Interrupt, OrtDevice, one_line, open_session
 from edgespec.params import RowInvariance, RuntimeParams
 
@@ -137,10 +138,7 @@ class DecoderSession:
     def sync(self, context: Tokens) -> Tokens:
         if self._lender is not None:
             self._borrow(context)
-        length = min(self._length, len(context) - 1)
-        cached, wanted = self._tokens[:length], context[:length]
-        # Nearly always they are the same, which bytes tell at less than half the cost of comparing elements.
-        self.rewind(length if cached.tobytes() == wanted.tobytes() else int((cached != wanted).argmax()))
+        self.rewind(common_prefix(self.tokens, context[:-1]))
         return context[self._length :]
 
     def keep_hidden(self) -> None:

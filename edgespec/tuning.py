@@ -6,6 +6,7 @@ Measures threads, spinning and what calls cost, and stores both where an engine 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ _SWEEP_SHARE, _TARGET_SHARE = 0.5, 0.175
 _PREFILL_TOKENS = 256
 # Sessions that are open at once for the sake of taking turns, in bytes of their files.
 _MOST_BYTES = 2 << 30
-# Ways that differ by less than the measurement can tell are as good: the gentler one is taken.
+# Ways that differ by less than this, or than the measurement can tell, are as good: the gentler one is taken.
 _ALIKE = 1.03
 
 
@@ -131,8 +132,8 @@ def tune(bundle: Bundle, budget_s: float, runtime: RuntimeParams, tell: Tell) ->
     manifest = bundle.manifest
     candidates = [Candidate(n, spinning) for n in thread_counts(physical_cores()) for spinning in _SPINNINGS]
     _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, runtime, tell)
-    single = gentlest(candidates, lambda c: median(c.single_s))
-    pair = gentlest(candidates, lambda c: median(c.pair_s)) if manifest.draft is not None else None
+    single = gentlest(candidates, lambda c: c.single_s)
+    pair = gentlest(candidates, lambda c: c.pair_s) if manifest.draft is not None else None
     tell("cost of calls", _SWEEP_SHARE)
     target_s = budget_s * (_TARGET_SHARE if pair is not None else 1 - _SWEEP_SHARE)
     with _sessions(bundle, single, runtime, with_draft=False) as (target, _):
@@ -173,11 +174,18 @@ def physical_cores() -> int:
         return len(usable)
 
 
-def gentlest(candidates: Sequence[Candidate], seconds: Callable[[Candidate], float]) -> Advice:
-    """The candidate with the fewest threads, and then the least spinning, of those that are as fast as the best."""
-    best = min(map(seconds, candidates))
-    alike = [c for c in candidates if seconds(c) <= best * _ALIKE]
-    return min(alike, key=lambda c: (c.threads, _SPINNINGS.index(c.spinning))).advice
+def gentlest(candidates: Sequence[Candidate], times: Callable[[Candidate], Sequence[float]]) -> Advice:
+    """The candidate with the fewest threads, and then the least spinning, of those that are as fast as the best.
+
+    What is slower by less than both medians may be wrong is as fast: on a busy machine that is much.
+    """
+
+    def is_as_fast(candidate: Candidate) -> bool:
+        line = times(candidate)
+        return median(line) <= median(best) * _ALIKE + math.hypot(median_error(line), median_error(best))
+
+    best = min(map(times, candidates), key=median)
+    return min(filter(is_as_fast, candidates), key=lambda c: (c.threads, _SPINNINGS.index(c.spinning))).advice
 
 
 def break_even(target: CostTable, paired: CostTable | None, draft: CostTable | None) -> list[BreakEven]:

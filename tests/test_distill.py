@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 from edgespec.errors import ConfigError
 from edgespec.export.source import Source
-from edgespec.lookup import find_hint
+from edgespec.lookup import find_hints
 from tests.tiny import NUM_TOKENS, tiny_tokenizer
 from tests.tiny_distill import CPU, SMALL, make_source, make_teacher, random_texts, rotated
 
@@ -152,7 +152,7 @@ def test_places_are_all_that_somebody_chose() -> None:
             )
             assert batch.wanted[depth].next_columns[i] == max(texts.tokens[row, t + 2 + depth] - 1, 0)
             assert batch.counts[i, depth] == (texts.kinds[row, t + 2 + depth] != TEMPLATE)
-            token, kind = find_hint(texts.tokens[row, : t + 2 + depth])
+            token, kind = find_hints(texts.tokens[row].tolist())[t + 1 + depth]
             column, found = batch.hints[i, depth].tolist()
             assert found == (kind if token in heads.head_ids else 0)
             assert not found or heads.head_ids[column] == token

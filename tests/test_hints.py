@@ -15,7 +15,7 @@ import edgespec
 from edgespec.bundle import Bundle, read_bundle
 from edgespec.contracts import Interrupted
 from edgespec.errors import SessionError
-from edgespec.lookup import LONGEST_HINT, NUM_HINT_KINDS, find_hint
+from edgespec.lookup import LONGEST_HINT, NUM_HINT_KINDS, HintIndex, find_hints
 from edgespec.models import fork_draft, open_draft, open_target
 from edgespec.ort import Interrupt
 from edgespec.params import RuntimeParams, SamplingParams, SpecParams
@@ -78,12 +78,26 @@ def with_hints(rows: np.ndarray, context: np.ndarray, tokens: np.ndarray) -> np.
 def test_the_definition() -> None:
     """Matches of every length, sure and not, and none."""
     rng, kinds = np.random.default_rng(3), set()
-    for _ in range(600):
-        text = rng.integers(0, rng.integers(2, 8), rng.integers(1, 40))
-        found = find_hint(text)
-        assert found == hint_of(text.tolist())
-        kinds.add(found[1])
+    for _ in range(60):
+        text = rng.integers(0, rng.integers(2, 8), rng.integers(1, 40)).tolist()
+        found = find_hints(text)
+        assert found == [hint_of(text[:end]) for end in range(1, len(text) + 1)]
+        kinds |= {kind for _, kind in found}
     assert kinds == set(range(NUM_HINT_KINDS))
+
+
+def test_a_text_that_changes_at_its_end() -> None:
+    """What was cut off says nothing any more, and leaves nothing behind."""
+    rng, index, text = np.random.default_rng(4), HintIndex(), [1]
+    index.append(1)
+    for _ in range(400):
+        text = text[: rng.integers(1, len(text) + 1)] if rng.random() < 0.3 else [*text, int(rng.integers(0, 4))]
+        index.cut(min(len(index), len(text)))
+        for token in text[len(index) :]:
+            index.append(token)
+        assert index.find() == hint_of(text)
+    index.cut(0)
+    assert not index._following
 
 
 def test_a_row_has_the_hint_of_its_text(pair: Pair) -> None:

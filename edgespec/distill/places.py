@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgespec.distill.loss import HeadMap, Wanted
 from edgespec.distill.store import TEMPLATE, Seen, Texts
 from edgespec.distill.student import Memory
-from edgespec.lookup import find_hint
+from edgespec.lookup import find_hints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Batch:
         hidden: the target's hidden states, shape (n, num_features), float32.
         tokens: that are fed one after the other, shape (n, depth).
         wanted: what the target says after each of them, one for each depth.
-        hints: what `find_hint` says of the text up to each of them: column of the head and kind, shape (n, depth, 2).
+        hints: what `find_hints` says of the text up to each of them: column of the head and kind, shape (n, depth, 2).
             The kind is 0 also where the head has not that token.
         counts: 1 where what follows was chosen and not put there by a template, shape (n, depth), float32.
         memory: what a draft with attention looks back at.
@@ -120,7 +120,7 @@ class Places:
 
 def _hints(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Of the text up to every token: shape (n, length) -> (n, length, 2)."""
-    return np.array([[find_hint(row[: at + 1]) for at in range(len(row))] for row in tokens], np.int32)
+    return np.array([find_hints(row) for row in tokens.tolist()], np.int32)
 
 
 def _places(number: int, texts: Texts, depth: int) -> NDArray[np.int64]:

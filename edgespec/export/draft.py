@@ -26,7 +26,7 @@ from edgespec.export.options import resolve_precision
 from edgespec.export.steps import Graph, Job, Made, read_info
 from edgespec.export.write import copy_graph
 from edgespec.head import Head
-from edgespec.lookup import find_hint
+from edgespec.lookup import find_hints
 from edgespec.params import RuntimeParams
 from edgespec.recurrent import RecurrentSession
 from edgespec.session import DecoderSession
@@ -245,7 +245,8 @@ class _Pair:
 
     def _hints(self, places: Tokens) -> Tokens:
         """Column and kind of what the text up to each place says, shape (n, 2)."""
-        found = [find_hint(self.tokens[: place + 1]) for place in places]
+        hints = find_hints(self.tokens.tolist())
+        found = [hints[place] for place in places]
         known = [(self.columns[token], kind) if kind and token in self.columns else (0, 0) for token, kind in found]
         return np.array(known, np.int64)
 
