@@ -25,21 +25,24 @@ class HintIndex:
 
     def __init__(self) -> None:
         self._text: list[int] = []
-        self._following: dict[tuple[int, ...], list[int]] = {}  # up to `LONGEST_HINT` tokens -> what came behind them
+        self._endings: list[tuple[int, ...]] = []  # its last tokens, `LONGEST_HINT` of them and fewer
+        self._following: dict[tuple[int, ...], list[int]] = {}  # an ending -> what came behind it
 
     def __len__(self) -> int:
         return len(self._text)
 
     def append(self, token: int) -> None:
-        for ending in self._endings():
+        for ending in self._endings:
             self._following.setdefault(ending, []).append(token)
         self._text.append(token)
+        self._end()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         while len(self._text) > length:
             self._text.pop()
-            for ending in self._endings():
+            self._end()
+            for ending in self._endings:
                 following = self._following[ending]
                 following.pop()
                 if not following:
@@ -52,7 +55,7 @@ class HintIndex:
             A token and the kind: the length of the longest match up to `LONGEST_HINT`, and `LONGEST_HINT` more where
             all its occurrences agree. Both are 0 where there is no match.
         """
-        for ending in self._endings():
+        for ending in self._endings:
             following = self._following.get(ending)
             if following is not None:
                 token = following[-1]
@@ -61,10 +64,9 @@ class HintIndex:
                 return most_frequent(following), len(ending)
         return 0, 0
 
-    def _endings(self) -> list[tuple[int, ...]]:
-        """The last tokens of the text, longest first."""
+    def _end(self) -> None:
         last = tuple(self._text[-LONGEST_HINT:])
-        return [last[start:] for start in range(len(last))]
+        self._endings = [last[start:] for start in range(len(last))]
 
 
 def find_hints(text: Iterable[int]) -> list[tuple[int, int]]:

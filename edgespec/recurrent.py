@@ -211,8 +211,7 @@ class RecurrentSession:
         self._num_fed += 1
         if self._attention is not None:
             self._attention.past_len += 1
-        found: Rows = self._logits[0].astype(np.float32, copy=False)
-        return found
+        return self._logits[0].astype(np.float32, copy=False)
 
     def _bind(self) -> None:
         host = OrtDevice("CPUExecutionProvider")
@@ -291,7 +290,7 @@ class _Hint:
         self._index.append(int(token))
         found, kind = self._index.find()
         column = self._column(found) if kind else None
-        self._value[0] = (0, 0) if column is None else (column, kind)
+        self._value[0, 0], self._value[0, 1] = (0, 0) if column is None else (column, kind)
 
     def _column(self, token: int) -> int | None:
         if self._head is not None:
