@@ -211,7 +211,8 @@ class RecurrentSession:
         self._num_fed += 1
         if self._attention is not None:
             self._attention.past_len += 1
-        return self._logits[0].astype(np.float32, copy=False)
+        found: Rows = self._logits[0].astype(np.float32, copy=False)
+        return found
 
     def _bind(self) -> None:
         host = OrtDevice("CPUExecutionProvider")
