@@ -3,7 +3,8 @@
     python benchmarks/tables.py            # to the terminal
     python benchmarks/tables.py --update   # into benchmarks/README.md, between its two marks
 
-Files that `edgespec bench` wrote become a table each; what `equality.py` wrote becomes one table together.
+Files that `edgespec bench` and `replay.py` wrote become a table each; what `equality.py` wrote becomes one table
+together.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import document, first_line
+from replay import by_family
 
 from edgespec.bench.journal import Run, read_journal
 from edgespec.bench.summary import is_fixed, is_peer
@@ -47,6 +49,8 @@ def all_tables(paths: list[Path]) -> list[str]:
             lines += run_tables(path.stem, read_journal(path))
         elif path.stem.startswith("equality-"):
             equality.append((path.stem.removeprefix("equality-"), first["machine"], rows_of(path)))
+        elif path.stem.startswith("replay-"):
+            lines += replay_table(path)
     return lines + equality_table(equality)
 
 
@@ -57,6 +61,7 @@ def run_tables(name: str, run: Run) -> list[str]:
     draft = "" if bundle["draft"] is None else f", draft {bundle['draft']}"
     how = "greedy" if facts["temperature"] == 0 else f"temperature {facts['temperature']}, top-p {facts['top_p']}"
     threads = f"{facts['threads']} threads" if facts["threads"] else "default threads"
+    threads += f", spinning {facts['spinning']}"
     exact, machine = ", exact" if facts["exact"] else "", facts["machine"]
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     lines = [f"### {name}", ""]
@@ -131,8 +136,15 @@ def peer_table(over_peers: dict[str, dict[str, float]]) -> list[str]:
     return table(["tokens per second over", *families], body) if body else []
 
 
+def replay_table(path: Path) -> list[str]:
+    """The controller beside the best fixed drafter and length, on one text and one clock."""
+    found = by_family(rows_of(path))
+    lines = [f"### The controller against every fixed drafter and length: {path.stem.removeprefix('replay-')}", ""]
+    return lines + table(list(found[0]), [list(line.values()) for line in found])
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of `equality.py` after the first."""
+    """The lines after the first, which has the machine."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
 

@@ -26,6 +26,8 @@ for line in sys.stdin:
             found = {"error": "RuntimeError: no such model"}
     elif job["mode"] == "peak":
         found = {"peak_bytes": 7 << 20}
+    elif job["mode"] == "fast" and job["temperature"] > 0:
+        found = {"error": "RuntimeError: cannot sample"}
     else:
         seconds = 100.0 if job["mode"] == "plain" else 50.0
         found = {"token_ids": [1] * job["max_new_tokens"], "seconds": seconds, "first_token_s": seconds / 10}
@@ -157,17 +159,34 @@ def test_engines_that_cannot_be_run(tiny_bundle: Path, prompts: Path, fake_engin
     result = bench(tiny_bundle, "--prompts", prompts, *limits, *models)
     assert result.exit_code == 0, result.output
     assert "left out: onnxruntime-genai: RuntimeError: no such model" in result.stdout
-    assert "left out: transformers: name its model with --peer-model transformers=FOLDER" in result.stdout
+    assert "left out: transformers: name its model with --peer-model transformers=PATH" in result.stdout
     nowhere = ("--peers", "transformers", "--peer-model", "transformers=x", "--peer-python", fake_engine / "python")
     result = bench(tiny_bundle, "--prompts", prompts, *limits, *nowhere)
     assert f"left out: transformers: {fake_engine / 'python'} cannot be run" in result.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnxruntime_genai") is not None, reason="it is installed here")
-def test_an_engine_that_is_not_installed() -> None:
+def test_an_engine_that_fails_on_the_way(tiny_bundle: Path, prompts: Path, fake_engine: Path) -> None:
+    """What it fails in is given up and named, and all the rest is measured."""
+    limits = ("--limit", 2, "--repetitions", 1, "--max-new-tokens", 8, "--temperature", 0.7)
+    peer = ("--peers", "onnxruntime-genai", "--peer-model", f"onnxruntime-genai={fake_engine}")
+    result = bench(tiny_bundle, "--prompts", prompts, *limits, *peer, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["left_out"] == ["onnxruntime-genai fast: RuntimeError: cannot sample"]
+    assert list(document["over_peers"]) == ["onnxruntime-genai plain"]
+    assert len([t for t in document["trials"] if t["setting"] == "onnxruntime-genai plain"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("onnxruntime-genai", "onnxruntime_genai"), ("openvino", "openvino_genai"), ("llama-cpp", "llama_cpp")],
+)
+def test_an_engine_that_is_not_installed(name: peers.PeerName, package: str) -> None:
     """The script that runs other engines says what is missing where."""
-    with pytest.raises(peers.PeerError, match="onnxruntime_genai is not installed in"):
-        peers.Peer("onnxruntime-genai", sys.executable, Path("x"), None, None)
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip("it is installed here")
+    with pytest.raises(peers.PeerError, match=f"{name}: {package} is not installed in"):
+        peers.Peer(name, sys.executable, Path("x"), None, None)
 
 
 def test_mistakes(tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
@@ -178,7 +197,7 @@ def test_mistakes(tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
     unknown = error_line(bench(tiny_bundle, "--prompts", prompts, "--families", "copy,law"), 2)
     assert "no family 'law'; it has copy, talk" in unknown
     assert "'vllm' is not one of" in error_line(bench(tiny_bundle, "--peers", "vllm"), 2)
-    assert "is not ENGINE=FOLDER" in error_line(bench(tiny_bundle, "--peer-model", "x"), 2)
+    assert "is not ENGINE=PATH" in error_line(bench(tiny_bundle, "--peer-model", "x"), 2)
     given = error_line(bench(tiny_bundle, "--peer-model", "transformers=x"), 2)
     assert "which is not in --peers" in given
     assert "--against is empty" in error_line(bench(tiny_bundle, "--against", ""), 2)

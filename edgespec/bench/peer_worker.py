@@ -163,7 +163,81 @@ class _FirstCall:
         return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
 
 
-ENGINES = {"onnxruntime-genai": GenAI, "transformers": Transformers}
+class OpenVINO:
+    """OpenVINO GenAI: plain, its prompt lookup, and its draft model if it is given one."""
+
+    def __init__(self, model: str, draft: str | None, threads: int | None) -> None:
+        import openvino_genai as og
+
+        self._og, self.version = og, str(og.__version__)
+        options = {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
+        self._modes: dict[str, tuple[Any, dict[str, Any]]] = {"plain": (og.LLMPipeline(model, "CPU", **options), {})}
+        lookup = og.LLMPipeline(model, "CPU", prompt_lookup=True, **options)
+        self._modes["lookup 5"] = lookup, {"num_assistant_tokens": 5, "max_ngram_size": 3}
+        if draft is not None:
+            pair = og.LLMPipeline(model, "CPU", draft_model=og.draft_model(draft, "CPU", **options), **options)
+            self._modes["draft 4"] = pair, {"num_assistant_tokens": 4}
+            self._modes["draft adaptive"] = pair, {"assistant_confidence_threshold": 0.4}
+        self.modes = list(self._modes)
+
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        import numpy as np
+        import openvino as ov
+
+        pipeline, chosen = self._modes[job["mode"]]
+        config = self._og.GenerationConfig()
+        config.max_new_tokens = job["max_new_tokens"]
+        config.set_eos_token_id(pipeline.get_tokenizer().get_eos_token_id())
+        if job["temperature"] > 0:
+            config.do_sample, config.rng_seed = True, job["seed"] or 0
+            config.temperature, config.top_p, config.top_k = job["temperature"], job["top_p"], 0
+        for name, value in chosen.items():
+            setattr(config, name, value)
+        ids = np.array([job["prompt"]], np.int64)
+        inputs = self._og.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        started = time.perf_counter()
+        found = pipeline.generate(inputs, config)
+        seconds = time.perf_counter() - started
+        first = found.perf_metrics.get_ttft().mean / 1000
+        return {"token_ids": [int(token) for token in found.tokens[0]], "seconds": seconds, "first_token_s": first}
+
+
+class LlamaCpp:
+    """llama.cpp by llama-cpp-python: plain, and the prompt lookup of that package."""
+
+    modes = ("plain", "lookup 2", "lookup 10")
+
+    def __init__(self, model: str, draft: str | None, threads: int | None) -> None:
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        if draft is not None:
+            raise ValueError("llama-cpp-python has prompt lookup, but no draft model")
+        self.version = str(llama_cpp.__version__)
+        options: dict[str, Any] = {"n_ctx": 0, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        drafts = {
+            mode: {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=int(mode.split()[1]))}
+            for mode in self.modes[1:]
+        }
+        self._models = {mode: llama_cpp.Llama(model, **options, **drafts.get(mode, {})) for mode in self.modes}
+
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        model = self._models[job["mode"]]
+        model.reset()  # or it would keep what this prompt has in common with the one before
+        model.set_seed(job["seed"] or 0)
+        cuts = {"temp": job["temperature"], "top_p": job["top_p"], "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+        token_ids: list[int] = []
+        started = time.perf_counter()
+        first = 0.0
+        for token in model.generate(job["prompt"], **cuts):
+            first = first or time.perf_counter() - started
+            token_ids.append(int(token))
+            if len(token_ids) == job["max_new_tokens"] or token == model.token_eos():
+                break
+        return {"token_ids": token_ids, "seconds": time.perf_counter() - started, "first_token_s": first}
+
+
+ENGINES = {"onnxruntime-genai": GenAI, "transformers": Transformers, "openvino": OpenVINO, "llama-cpp": LlamaCpp}
 
 
 def peak_bytes() -> int | None:

@@ -17,7 +17,7 @@ from edgespec.contracts import Tokens
 from edgespec.errors import EdgespecError
 from edgespec.params import SamplingParams
 
-PeerName = Literal["onnxruntime-genai", "transformers"]
+PeerName = Literal["onnxruntime-genai", "transformers", "openvino", "llama-cpp"]
 PEERS: tuple[PeerName, ...] = get_args(PeerName)
 
 _WORKER = Path(__file__).parent / "peer_worker.py"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.bench.peers import Peer
+from edgespec.bench.peers import Peer, PeerError
 from edgespec.bench.prompts import BenchPrompt
 from edgespec.bench.recorder import Recorder
 from edgespec.bench.settings import PLAIN, Opponent, Setting, choose_settings
@@ -31,6 +31,7 @@ _WARM_UP_TOKENS = 16
 
 Tell = Callable[[str, float], None]
 Answers = dict[str, tuple[Trial, list[int]]]
+Job = Callable[[Place], tuple[Trial, list[int]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Bench:
         settings: what is compared, plain decoding first.
         skipped: prompts that leave no room for an answer of full length.
         near_ties: of the trials so far.
+        failures: a line for each setting of a peer that was given up, as the peer failed in it.
         runtimes: setting -> threads and spinning that it runs with.
         costs: what calls cost, as the controller was told at first.
         longest: the longest prompt.
@@ -106,6 +108,7 @@ class Bench:
         self._prompts = list(prompts)
         self.skipped: list[BenchPrompt] = []
         self.near_ties: dict[tuple[str, str, str, int], NearTie] = {}
+        self.failures: dict[str, str] = {}
         self.runtimes: dict[str, RuntimeParams] = {}
         self.costs: dict[str, Any] | None = None
         self.longest: Tokens = np.empty(0, np.int64)
@@ -202,19 +205,20 @@ class Bench:
         """All settings on one prompt, beginning with another one each time."""
         params = self._plan.params
         params = replace(params, seed=(params.seed or 0) + place.repetition)
-        jobs = [partial(self._run_own, engines[s.name], s, prompt, params) for s in self.settings]
-        jobs += [partial(run_peer, peer, mode, prompt, params) for peer in self._peers for mode in peer.modes]
+        jobs: list[Job] = [partial(self._run_own, engines[s.name], s, prompt, params) for s in self.settings]
+        jobs += [partial(self._run_peer, peer, mode, prompt, params) for peer in self._peers for mode in peer.modes]
         first %= len(jobs)
         answers: Answers = {}
         for turn, job in enumerate(jobs[first:] + jobs[:first]):
-            trial, token_ids = job(replace(place, turn=turn))
-            answers[trial.setting] = trial, token_ids
+            answer = job(replace(place, turn=turn))
+            if answer is not None:
+                answers[answer[0].setting] = answer
         if self._plan.is_comparable:
             answers = {name: self._compare(trial, ids, answers) for name, (trial, ids) in answers.items()}
         if params.is_greedy:
             self._find_ties(engines[PLAIN], prompt, answers)
         names = [*(s.name for s in self.settings), *self.peer_settings]
-        return [answers[name][0] for name in names]
+        return [answers[name][0] for name in names if name in answers]
 
     def _run_own(
         self, engine: Engine, setting: Setting, prompt: Tokens, params: SamplingParams, place: Place
@@ -223,9 +227,24 @@ class Bench:
             engine.policy = Recorder(FixedPolicy(setting.spec.num_draft_tokens or 0))
         return run_trial(engine, setting.name, prompt, params, place)
 
+    def _run_peer(
+        self, peer: Peer, mode: str, prompt: Tokens, params: SamplingParams, place: Place
+    ) -> tuple[Trial, list[int]] | None:
+        """Nothing from where the peer has failed once: a failure must not end a run of an hour."""
+        name = f"{peer.name} {mode}"
+        if name in self.failures:
+            return None
+        try:
+            return run_peer(peer, mode, prompt, params, place)
+        except PeerError as error:
+            self.failures[name] = f"{name}: {str(error).removeprefix(f'{peer.name}: ')}"
+            return None
+
     def _compare(self, trial: Trial, token_ids: list[int], answers: Answers) -> tuple[Trial, list[int]]:
         """Compare with plain decoding by the same engine: ours, or the peer's own."""
         plain = next((f"{p.name} {p.modes[0]}" for p in self._peers if trial.setting.startswith(p.name)), PLAIN)
+        if plain not in answers:
+            return trial, token_ids
         at = first_difference(token_ids, answers[plain][1])
         return replace(trial, equal=at is None, first_difference=at), token_ids
 

@@ -49,14 +49,14 @@ class _Names(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
         return names
 
 
-def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
-    """`ENGINE=FOLDER`, several times."""
+def _models(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    """`ENGINE=PATH`, several times."""
     found: dict[str, Path] = {}
     for value in values:
-        name, _, folder = value.partition("=")
-        if name not in PEERS or not folder:
-            raise click.BadParameter(f"{value!r} is not ENGINE=FOLDER with one of {', '.join(PEERS)}")
-        found[name] = Path(folder)
+        name, _, path = value.partition("=")
+        if name not in PEERS or not path:
+            raise click.BadParameter(f"{value!r} is not ENGINE=PATH with one of {', '.join(PEERS)}")
+        found[name] = Path(path)
     return found
 
 
@@ -79,8 +79,8 @@ def _folders(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 @option("--draft-provider", text="Execution provider of the draft model.  [default: that of --provider]")
 @option("--peers", text=f"Other engines: {','.join(PEERS)}.", type=_Names(PEERS))
 @option("--peer-python", text="Python that has them installed.  [default: this one]", metavar="PATH")
-@option("--peer-model", text="Model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
-@option("--peer-draft", text="Draft model of a peer.", multiple=True, callback=_folders, metavar="ENGINE=FOLDER")
+@option("--peer-model", text="Model of a peer.", multiple=True, callback=_models, metavar="ENGINE=PATH")
+@option("--peer-draft", text="Draft model of a peer.", multiple=True, callback=_models, metavar="ENGINE=PATH")
 @option("--output", "-o", text="Trials, a JSON object a line.  [default: in the cache]", type=NamedPath())
 @option("--plot", text="Draw the figures to this file.", type=NamedPath(dir_okay=False))
 @option("--json", "as_json", text="Print one JSON document.", is_flag=True)
@@ -115,14 +115,16 @@ def _run(bundle: Bundle, options: dict[str, Any]) -> dict[str, Any]:
         tell("loading", 0.0)
         bench = stack.enter_context(Bench(bundle, prompts, plan, peers))
         path = options["output"] or _default_output(bundle)
-        journal = stack.enter_context(Journal(path, facts, bench.described))
+        others = {f"{peer.name} {mode}": {"engine_version": peer.version} for peer in peers for mode in peer.modes}
+        journal = stack.enter_context(Journal(path, facts, bench.described | others))
         for trial in bench.trials(tell):
             trials.append(trial)
             journal.trial(trial)
         ties = list(bench.near_ties.values())
         journal.near_ties(ties)
         tell("measuring memory", 1.0)
-        memory = _memory(bundle, bench, plan) | {peer.name: peer.peak_bytes() for peer in peers}
+        left_out += bench.failures.values()
+        memory = _memory(bundle, bench, plan) | {peer.name: _peer_peak(peer) for peer in peers}
         journal.memory(memory)
         if bench.costs is not None:
             journal.costs(bench.costs)
@@ -188,9 +190,16 @@ def _open_peers(options: dict[str, Any], stack: contextlib.ExitStack) -> tuple[l
 
 def _open_peer(name: PeerName, options: dict[str, Any], models: dict[str, Path], drafts: dict[str, Path]) -> Peer:
     if name not in models:
-        raise PeerError(f"{name}: name its model with --peer-model {name}=FOLDER")
+        raise PeerError(f"{name}: name its model with --peer-model {name}=PATH")
     python = options["peer_python"] or sys.executable
     return Peer(name, python, models[name], drafts.get(name), options["threads"])
+
+
+def _peer_peak(peer: Peer) -> int | None:
+    try:
+        return peer.peak_bytes()
+    except PeerError:  # it ended before its time, which is in the report
+        return None
 
 
 def _memory(bundle: Bundle, bench: Bench, plan: Plan) -> dict[str, int | None]:
