@@ -92,7 +92,12 @@ class Engine:
         else:
             self.tokenizer = parent.tokenizer
             prompts = parent.prompts
-        runtime = resolve_runtime(runtime, manifest, has_draft="model" in self.drafters)
+        has_draft = "model" in self.drafters
+        if parent is None and runtime.spinning == "auto":
+            from edgespec import tuning
+
+            tuning.advise_at_first_load(bundle, runtime, has_draft=has_draft)
+        runtime = resolve_runtime(runtime, manifest, has_draft=has_draft)
         self._spec, self._runtime, self._extra_drafters = spec, runtime, drafters
         self._open(spec, runtime, parent)
         self.prompts: PromptMaker = prompts.limited(self.context_length)

@@ -308,7 +308,8 @@ class RuntimeParams:
         threads: worker threads inside an operator; `None` is what `edgespec tune` found best for the bundle, before
             that ONNX Runtime's choice, the physical cores.
         spinning: whether idle workers spin. `on` is ONNX Runtime's default, `stop` ends it with each run, `off`
-            never spins. `auto` is what `edgespec tune` found best for the bundle; before that `off`.
+            never spins. `auto` is what `edgespec tune` found best for the bundle; before that `stop` or `off`,
+            whichever the first load found faster (on a busy machine, of a large bundle and with other providers `off`).
         exact: never call the target with one row (with an odd number, where the bundle needs it), so that
             speculative greedy text is bit-identical to plain greedy text. Proved by a self-check at load.
         near_tie: for machines on which exact mode cannot be had: where a greedy row that shared a call has its best

@@ -148,7 +148,7 @@ def _apart(runtime: RuntimeParams, *, has_draft: bool) -> list[str]:
 
 
 def resolve_runtime(runtime: RuntimeParams, manifest: Manifest, *, has_draft: bool) -> RuntimeParams:
-    """What the caller left open, as `edgespec tune` found it best; where it has not been run, by rule."""
+    """What the caller left open, as `edgespec tune` or the first load found it best; where neither did, by rule."""
     if runtime.spinning != "auto" and runtime.threads is not None:
         return runtime
     from edgespec.ort import provider_name

@@ -24,9 +24,10 @@ from edgespec.bundle import Bundle
 from edgespec.costs import CostCurve, CostTable
 from edgespec.invariance import probe_tokens
 from edgespec.models import DraftSession, open_draft, open_target
+from edgespec.ort import provider_name
 from edgespec.params import RuntimeParams, Spinning
 from edgespec.probe import is_steady, leveled, measure_costs, measure_pair, median_error
-from edgespec.profile import MOST_TRIES, Advice, Profile, write_profile
+from edgespec.profile import MOST_TRIES, Advice, Profile, read_advice, write_profile
 from edgespec.session import DecoderSession
 from edgespec.speculation import MAX_ROWS, advice_name, profile_name
 
@@ -34,7 +35,9 @@ Tell = Callable[[str, float], None]
 
 ALL_ROWS = tuple(range(1, MAX_ROWS + 1))
 PASTS = (16, 256, 1024)
-_SPINNINGS: tuple[Spinning, ...] = ("off", "stop", "on")  # the gentlest first
+_GENTLE: tuple[Spinning, ...] = ("off", "stop")  # what does not take the cores from others between two calls
+_SPINNINGS: tuple[Spinning, ...] = (*_GENTLE, "on")  # the gentlest first
+_FIRST_S = 0.6  # for the first load
 # A round of the sweep: so many single rows (of the draft model where there is one), then a call over one row more.
 _DRAFTED = 4
 _SWEEP_PAST = 256
@@ -131,7 +134,7 @@ def tune(bundle: Bundle, budget_s: float, runtime: RuntimeParams, tell: Tell) ->
     """
     manifest = bundle.manifest
     candidates = [Candidate(n, spinning) for n in thread_counts(physical_cores()) for spinning in _SPINNINGS]
-    _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, runtime, tell)
+    _sweep(bundle, candidates, budget_s * _SWEEP_SHARE, runtime, tell, with_draft=manifest.draft is not None)
     single = gentlest(candidates, lambda c: c.single_s)
     pair = gentlest(candidates, lambda c: c.pair_s) if manifest.draft is not None else None
     tell("cost of calls", _SWEEP_SHARE)
@@ -151,6 +154,27 @@ def tune(bundle: Bundle, budget_s: float, runtime: RuntimeParams, tell: Tell) ->
         is_stored &= _store(bundle, pair, runtime, provider, Profile(paired, draft_table, MOST_TRIES))
     even = break_even(table, paired, draft_table)
     return Tuning(candidates, single, pair, table, paired, draft_table, prefill, even, is_stored)
+
+
+def advise_at_first_load(bundle: Bundle, runtime: RuntimeParams, *, has_draft: bool) -> None:
+    """Find out whether threads that spin within a call are faster here, where nobody has run `tune`, and store it.
+
+    Nothing is measured where the answer is known or makes no difference, where it could not be kept, or where two more
+    loads of the models would take long.
+
+    Raises:
+        SessionError, ConfigError: a model cannot be run.
+    """
+    provider, cores = provider_name(runtime.provider), physical_cores()
+    name = advice_name(bundle.manifest, runtime, provider, has_draft=has_draft)
+    size = sum(file.size for file in bundle.manifest.files.values())
+    if runtime.spinning != "auto" or provider != provider_name("cpu") or cores == 1 or read_advice(name) is not None:
+        return
+    if size > _MOST_BYTES // 2 or not write_profile(name, Advice(cores, "off")):
+        return
+    candidates = [Candidate(cores, spinning) for spinning in _GENTLE]
+    _sweep(bundle, candidates, _FIRST_S, runtime, lambda *_: None, with_draft=has_draft)
+    write_profile(name, gentlest(candidates, lambda c: c.pair_s if has_draft else c.single_s))
 
 
 def thread_counts(cores: int) -> list[int]:
@@ -228,12 +252,19 @@ def least_acceptance(pass_seconds: NDArray[np.float64], gamma: int, draft_second
     return high
 
 
-def _sweep(bundle: Bundle, candidates: list[Candidate], budget_s: float, runtime: RuntimeParams, tell: Tell) -> None:
+def _sweep(
+    bundle: Bundle,
+    candidates: list[Candidate],
+    budget_s: float,
+    runtime: RuntimeParams,
+    tell: Tell,
+    *,
+    with_draft: bool,
+) -> None:
     """Fill in the seconds of all candidates. As many as memory allows take turns."""
     size = sum(file.size for file in bundle.manifest.files.values())
     together = max(1, _MOST_BYTES // max(size, 1))
     groups = [candidates[i : i + together] for i in range(0, len(candidates), together)]
-    with_draft = bundle.manifest.draft is not None
     for i, group in enumerate(groups):
         tell("threads and spinning", _SWEEP_SHARE * i / len(groups))
         with contextlib.ExitStack() as stack:

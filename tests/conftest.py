@@ -38,7 +38,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _drafting_pays() -> Iterator[None]:
-    """Engines find rows and drafts cheap, so that no test depends on what the machine does beside it.
+    """Engines find rows and drafts cheap and never spin, so that no test depends on what the machine does beside it.
 
     Tests of the measurement itself imported the real function before this.
     """
@@ -49,6 +49,7 @@ def _drafting_pays() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.probe.measure_costs", costs)
+        patch.setattr("edgespec.tuning.advise_at_first_load", lambda *_, **__: None)
         patch.setattr("edgespec.probe.measure_pair", lambda target, draft, budget_s: (costs(target), costs(draft)))
         yield
 

@@ -12,9 +12,10 @@ import edgespec
 from edgespec import RuntimeParams, SpecParams, theory, tuning
 from edgespec.bundle import read_bundle
 from edgespec.costs import CostTable
+from edgespec.params import DrafterName
 from edgespec.profile import Advice, read_advice, read_profile, write_profile
 from edgespec.speculation import advice_name, profile_name
-from edgespec.tuning import Candidate, gentlest, least_acceptance, thread_counts, tune
+from edgespec.tuning import Candidate, advise_at_first_load, gentlest, least_acceptance, thread_counts, tune
 
 
 def quiet(text: str, fraction: float) -> None:
@@ -123,6 +124,64 @@ def test_what_a_caller_says_goes_first(tiny_bundle: Path, empty_cache: Path) -> 
     ):
         with edgespec.load(tiny_bundle, runtime=given) as engine:
             assert (engine.runtime.threads, engine.runtime.spinning) == expected
+
+
+@pytest.fixture
+def first_load(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a round that the first load finds, by spinning; two cores, and an empty cache."""
+    found: dict[str, float] = {}
+
+    def take_turns(opened: list[tuple[Candidate, object, object]], budget_s: float) -> None:
+        for candidate, _, draft in opened:
+            candidate.single_s[:] = [found[candidate.spinning]] * 5
+            candidate.pair_s[:] = [found[candidate.spinning]] * 5 if draft is not None else []
+
+    monkeypatch.setattr(tuning, "_take_turns", take_turns)
+    monkeypatch.setattr(tuning, "physical_cores", lambda: 2)
+    monkeypatch.setattr(tuning, "advise_at_first_load", advise_at_first_load)
+    return found
+
+
+@pytest.mark.parametrize(("stop", "expected"), [(0.7, "stop"), (1.0, "off"), (1.3, "off")])
+@pytest.mark.parametrize("drafter", ["none", "auto"])
+def test_the_first_load_chooses(
+    tiny_pair: Path, first_load: dict[str, float], drafter: DrafterName, stop: float, expected: str
+) -> None:
+    """Spinning within calls where that is faster. It is measured once, and not where the caller has chosen."""
+    first_load |= {"off": 1.0, "stop": stop}
+    spec = SpecParams(drafter=drafter)
+    with edgespec.load(tiny_pair, spec=spec) as engine:
+        assert (engine.runtime.threads, engine.runtime.spinning) == (2, expected)
+    first_load.clear()  # to measure again would be an error
+    with edgespec.load(tiny_pair, spec=spec, runtime=RuntimeParams(threads=1)) as engine:
+        assert (engine.runtime.threads, engine.runtime.spinning) == (1, expected)
+    with edgespec.load(tiny_pair, spec=spec, runtime=RuntimeParams(spinning="on")) as engine:
+        assert engine.runtime.spinning == "on"
+
+
+@pytest.mark.parametrize("why", ["chosen", "one core", "large", "not kept"])
+def test_what_the_first_load_does_not_measure(
+    tiny_bundle: Path, first_load: dict[str, float], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Where the caller has chosen, nothing can spin, loading takes long, or the cache cannot be written."""
+    runtime = RuntimeParams(spinning="on" if why == "chosen" else "auto")
+    if why == "one core":
+        monkeypatch.setattr(tuning, "physical_cores", lambda: 1)
+    elif why == "large":
+        monkeypatch.setattr(tuning, "_MOST_BYTES", 1)
+    elif why == "not kept":
+        monkeypatch.setattr(tuning, "write_profile", lambda *_: False)
+    with edgespec.load(tiny_bundle, runtime=runtime) as engine:
+        assert engine.runtime.spinning == ("on" if why == "chosen" else "off")
+
+
+def test_the_first_load_measures(tiny_pair: Path, empty_cache: Path) -> None:
+    """Really, and keeps what it found."""
+    bundle = read_bundle(tiny_pair)
+    advise_at_first_load(bundle, RuntimeParams(), has_draft=True)
+    advice = read_advice(advice_name(bundle.manifest, RuntimeParams(), "CPUExecutionProvider", has_draft=True))
+    assert (advice is None) is (tuning.physical_cores() == 1)
+    assert advice is None or (advice.threads == tuning.physical_cores() and advice.spinning in ("off", "stop"))
 
 
 @pytest.mark.parametrize(
