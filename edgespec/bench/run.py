@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from edgespec.speculation import profile_name
 # Read and answered by every engine before it is measured; no prompt of a set.
 _WARM_UP = "Warming up: 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8."
 _WARM_UP_TOKENS = 16
+_SETTLE_S = 0.1  # after the answer of a peer, whose threads may go on spinning
 
 Tell = Callable[[str, float], None]
 Answers = dict[str, tuple[Trial, list[int]]]
@@ -235,7 +237,9 @@ class Bench:
         if name in self.failures:
             return None
         try:
-            return run_peer(peer, mode, prompt, params, place)
+            answer = run_peer(peer, mode, prompt, params, place)
+            time.sleep(_SETTLE_S)
+            return answer
         except PeerError as error:
             self.failures[name] = f"{name}: {str(error).removeprefix(f'{peer.name}: ')}"
             return None
