@@ -255,10 +255,12 @@ def test_logprobs_end_where_the_answer_does(engine: Engine, expected: str) -> No
     assert plain.logprobs == []
 
 
-def test_pieces_tell_what_was_drafted(tiny_pair: Path, engine: Engine, expected: str) -> None:
+def test_pieces_tell_what_was_drafted(tiny_pair: Path, expected: str) -> None:
     """As many characters are marked as drafts were accepted, in a model of one character a token."""
-    stream = engine.chat(HELLO, LONG)
-    pieces = list(stream.pieces())
+    # A fixed number: how much the controller drafts depends on what else the machine does.
+    with edgespec.load(tiny_pair, spec=SpecParams(num_draft_tokens=4)) as engine:
+        stream = engine.chat(HELLO, LONG)
+        pieces = list(stream.pieces())
     assert "".join(p.text for p in pieces) == expected
     assert all(p.text for p in pieces)
     num_silent = 60 - len(expected)  # special tokens have no text
