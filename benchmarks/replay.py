@@ -42,7 +42,7 @@ from edgespec.verify import Draft
 
 DEPTH = 12  # tokens of the draft model that are recorded at each place
 OTHER_S = 0.3e-3  # of a round, beside the models: see loop_overhead.py
-PRIOR = 0.5
+PRIOR = 0.5  # of the acceptance
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def by_family(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [row for row in rows if family in (row["family"], "all")]
         seconds = {name: sum(row[name] for row in mine) for name in ("none", "chain", *fixed)}
         best = min(("none", *fixed), key=seconds.__getitem__)
-        rates = [(row["expected_tokens_per_s"], (row["tokens"] - 1) / row["chain"]) for row in mine]
+        rates = [(row["expected_tokens_per_s"], (row["tokens"] - 1) / row["chain"]) for row in mine if row["chain"]]
         line = {"family": family, "best fixed in hindsight": best}
         line["its speed-up"] = f"{seconds['none'] / seconds[best]:.2f}x"
         line["controller"] = f"{seconds['none'] / seconds['chain']:.2f}x"
@@ -212,8 +212,10 @@ def main() -> None:
     options = parser.parse_args()
     with edgespec.load(options.bundle, runtime=RuntimeParams(threads=2)) as engine:
         profile = stored_costs(engine)
+    if profile is None:
+        parser.error("the costs of calls are not kept: the cache folder cannot be written, see EDGESPEC_CACHE")
     prompts = bench.read_prompts(options.prompts, options.families, options.limit)
-    rows = compare(record(options.bundle, prompts, options.max_new_tokens), profile or {})
+    rows = compare(record(options.bundle, prompts, options.max_new_tokens), profile)
     for line in by_family(rows):
         print(*(f"{name} {value}" for name, value in line.items()), sep=", ")
     if options.output is not None:

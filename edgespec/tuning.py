@@ -162,15 +162,19 @@ def advise_at_first_load(bundle: Bundle, runtime: RuntimeParams, *, has_draft: b
     Nothing is measured where the answer is known or makes no difference, where it could not be kept, or where two more
     loads of the models would take long.
 
+    Args:
+        bundle: checked.
+        runtime: with spinning left open.
+        has_draft: whether the draft model is going to be open beside the target.
     Raises:
         SessionError, ConfigError: a model cannot be run.
     """
-    provider, cores = provider_name(runtime.provider), physical_cores()
+    provider = provider_name(runtime.provider)
     name = advice_name(bundle.manifest, runtime, provider, has_draft=has_draft)
-    size = sum(file.size for file in bundle.manifest.files.values())
-    if runtime.spinning != "auto" or provider != provider_name("cpu") or cores == 1 or read_advice(name) is not None:
+    if provider != provider_name("cpu") or read_advice(name) is not None:
         return
-    if size > _MOST_BYTES // 2 or not write_profile(name, Advice(cores, "off")):
+    cores, size = physical_cores(), sum(file.size for file in bundle.manifest.files.values())
+    if cores == 1 or size > _MOST_BYTES // 2 or not write_profile(name, Advice(cores, "off")):
         return
     candidates = [Candidate(cores, spinning) for spinning in _GENTLE]
     _sweep(bundle, candidates, _FIRST_S, runtime, lambda *_: None, with_draft=has_draft)
