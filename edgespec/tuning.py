@@ -6,7 +6,6 @@ Measures threads, spinning and what calls cost, and stores both where an engine 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 import sys
@@ -205,12 +204,13 @@ def physical_cores() -> int:
 def gentlest(candidates: Sequence[Candidate], times: Callable[[Candidate], Sequence[float]]) -> Advice:
     """The candidate with the fewest threads, and then the least spinning, of those that are as fast as the best.
 
-    What is slower by less than both medians may be wrong is as fast: on a busy machine that is much.
+    Candidates are compared round by round. What is slower by less than the median of that may be wrong is as fast: on a
+    busy machine that is much.
     """
 
     def is_as_fast(candidate: Candidate) -> bool:
-        line = times(candidate)
-        return median(line) <= median(best) * _ALIKE + math.hypot(median_error(line), median_error(best))
+        slower = [mine - other for mine, other in zip(times(candidate), best, strict=True)]
+        return median(slower) <= median(best) * (_ALIKE - 1) + median_error(slower)
 
     best = min(map(times, candidates), key=median)
     return min(filter(is_as_fast, candidates), key=lambda c: (c.threads, _SPINNINGS.index(c.spinning))).advice

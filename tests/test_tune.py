@@ -45,12 +45,16 @@ def test_the_gentlest_of_equals() -> None:
     assert gentlest(candidates, lambda c: c.single_s) == Advice(2, "stop")
 
 
-def test_what_noise_can_explain_is_as_good() -> None:
-    """One that is a tenth slower is not taken where that is certain, and is where times vary by as much."""
-    for spread, spinning in ((0.01, "on"), (0.3, "off")):
-        spreads = np.array([-1, -0.5, 0, 0.5, 1]) * spread
-        candidates = [Candidate(2, "off", list(1.1 + spreads)), Candidate(2, "on", list(1 + spreads))]
-        assert gentlest(candidates, lambda c: c.single_s) == Advice(2, spinning)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("spread", "share", "spinning"),
+    [(0.01, -1, "on"), (0.3, -1, "off"), (0.3, 1, "on")],
+    ids=["quiet", "busy", "common"],
+)
+def test_what_noise_can_explain_is_as_good(spread: float, share: int, spinning: str) -> None:
+    """One that is a tenth slower is not taken where that is certain, and is where times vary by as much apart."""
+    noise = np.array([-1, -0.5, 0, 0.5, 1]) * spread
+    candidates = [Candidate(2, "off", list(1.1 + noise)), Candidate(2, "on", list(1 + share * noise))]
+    assert gentlest(candidates, lambda c: c.single_s) == Advice(2, spinning)  # type: ignore[arg-type]
 
 
 def test_break_even() -> None:
