@@ -87,6 +87,7 @@ class Manifest:
         name: of the bundle, for people.
         created_by: the edgespec version that wrote it.
         target, draft: the two models; `draft` is None where there is none.
+        inner_draft: drafts for the draft, which then works speculatively itself; None where there is none.
         eos_token_ids: tokens that end an answer.
         chat_template: relative path of the template, or None (then only plain text can be generated).
         tokenizer: relative path of `tokenizer.json`.
@@ -105,6 +106,13 @@ class Manifest:
     special_tokens: dict[str, str]
     files: dict[str, FileInfo]
     check: dict[str, Any]
+    inner_draft: ModelInfo | None = None
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        """By the name of the field, those that are there."""
+        named = {"target": self.target, "draft": self.draft, "inner_draft": self.inner_draft}
+        return {name: info for name, info in named.items() if info is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +177,9 @@ def read_bundle(path: str | os.PathLike[str], *, verify_hashes: bool = True) -> 
 
 
 def check_vocab(manifest: Manifest, num_tokens: int) -> None:
-    """Check that both models have a row for every token of the bundle's tokenizer; more rows are padding.
+    """Check that all models have a row for every token of the bundle's tokenizer; more rows are padding.
 
-    One bundle has one tokenizer, so the pair shares its token map by construction: what is left to go wrong is
+    One bundle has one tokenizer, so they share its token map by construction: what is left to go wrong is
     a model with too few rows.
 
     Args:
@@ -180,32 +188,18 @@ def check_vocab(manifest: Manifest, num_tokens: int) -> None:
         BundleError: the target has too few rows.
         IncompatibleDraftError: the draft has.
     """
-    target, draft = manifest.target, manifest.draft
+    target = manifest.target
     if target.vocab_size < num_tokens:
         raise BundleError(
             f"{target.path} has {target.vocab_size} rows of logits but {manifest.tokenizer} has {num_tokens} "
             f"tokens; {_EXPORT_AGAIN}"
         )
-    if draft is not None and draft.vocab_size < num_tokens:
-        raise IncompatibleDraftError(
-            f"{draft.path} has {draft.vocab_size} rows of logits but {manifest.tokenizer} has {num_tokens} "
-            "tokens; export the target with a draft that has the same tokenizer"
-        )
-
-
-def can_share_cache(manifest: Manifest) -> bool:
-    """Whether the draft is the target's model in another precision, so that it can work on the target's cache.
-
-    It then never reads the text itself: keys and values of the target stand for its own, and are the better ones.
-    Nothing is at stake but acceptance, as the target overwrites what the draft writes behind the committed text.
-    """
-    target, draft = manifest.target, manifest.draft
-    if draft is None or target.cache != "shared" or draft.cache != "shared":
-        return False
-    same = ("source", "num_layers", "num_kv_heads", "head_dim", "num_parameters", "context_length")
-    if (target.precision == "fp16") != (draft.precision == "fp16"):
-        return False  # caches of different types
-    return all(getattr(target, name) == getattr(draft, name) for name in same)
+    for draft in manifest.models.values():
+        if draft.vocab_size < num_tokens:
+            raise IncompatibleDraftError(
+                f"{draft.path} has {draft.vocab_size} rows of logits but {manifest.tokenizer} has {num_tokens} "
+                "tokens; export the target with a draft that has the same tokenizer"
+            )
 
 
 def model_head(bundle: Bundle, info: ModelInfo) -> Head | None:
@@ -270,6 +264,7 @@ def _manifest(fields: Fields) -> Manifest:
         special_tokens=fields.table("special_tokens").texts(),
         files=dict(_file_infos(fields.table("files"))),
         check=fields.table("check").data,
+        inner_draft=_model_info(fields.table("inner_draft")) if fields.has("inner_draft") else None,
     )
 
 
@@ -304,10 +299,9 @@ def _file_infos(fields: Fields) -> Iterator[tuple[str, FileInfo]]:
 
 def _check_references(manifest: Manifest) -> None:
     """Whatever the manifest names must be among its files, and an end token among the logits."""
-    named = [manifest.target.path, manifest.tokenizer]
-    named += [manifest.draft.path] if manifest.draft else []
+    named = [manifest.tokenizer, *(model.path for model in manifest.models.values())]
     named += [manifest.chat_template] if manifest.chat_template else []
-    named += [manifest.draft.head_ids] if manifest.draft and manifest.draft.head_ids else []
+    named += [model.head_ids for model in manifest.models.values() if model.head_ids]
     if manifest.target.head_ids is not None:
         raise BundleError(f"the target's head must have all tokens; {_EXPORT_AGAIN}")
     for name in named:
@@ -315,8 +309,13 @@ def _check_references(manifest: Manifest) -> None:
             raise BundleError(f"{name!r} is used but is not among its files; {_EXPORT_AGAIN}")
     if manifest.target.cache == "none":
         raise BundleError(f"target.cache is none, which only a draft can do without; {_EXPORT_AGAIN}")
-    if manifest.draft is not None and manifest.draft.cache == "none" and not manifest.target.has_hidden:
+    draft, inner = manifest.draft, manifest.inner_draft
+    if draft is not None and draft.cache == "none" and not manifest.target.has_hidden:
         raise BundleError(f"the draft needs a target with hidden_layers, and this one has none; {_EXPORT_AGAIN}")
+    if inner is not None and (inner.cache != "none" or draft is None or draft.head_ids or not draft.has_hidden):
+        raise BundleError(
+            f"inner_draft must have no cache and go with a draft that has all tokens and hidden_layers; {_EXPORT_AGAIN}"
+        )
     for token in manifest.eos_token_ids:
         if token >= manifest.target.vocab_size:
             raise BundleError(f"end token {token} is not below the target's vocab_size; {_EXPORT_AGAIN}")
@@ -373,8 +372,7 @@ def _check_hash(folder: Path, name: str, info: FileInfo) -> None:
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:
     """Refuse files beside a graph that no hash covers: the graph may name them as its external data."""
-    models = [manifest.target] + ([manifest.draft] if manifest.draft else [])
-    for graph_folder in {(folder / model.path).parent for model in models}:
+    for graph_folder in {(folder / model.path).parent for model in manifest.models.values()}:
         for file in _files_and_links(graph_folder):
             name = file.relative_to(folder).as_posix()
             if name not in manifest.files and name != MANIFEST:

@@ -7,7 +7,7 @@ a `Scorer` nor text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
@@ -18,10 +18,11 @@ from edgespec.errors import ConfigError, ContextOverflowError
 from edgespec.logprobs import TokenLogprobs, token_logprobs
 from edgespec.noise import Noise
 from edgespec.params import SamplingParams, Verifier
-from edgespec.policy import FixedPolicy, Offer, Outcome
+from edgespec.policy import FixedPolicy
+from edgespec.rounds import Check, Plan, decide, draft_round, learn_round
 from edgespec.shaper import Constraint, Shaper
 from edgespec.stats import GenerationStats
-from edgespec.verify import EMPTY_DRAFT, Distributions, Draft, Verdict, verify_coupled, verify_greedy, verify_rejection
+from edgespec.verify import Distributions, Draft, Verdict, verify_coupled, verify_greedy, verify_rejection
 
 FinishReason = Literal["eos", "stop", "length", "context", "time", "cancelled"]
 
@@ -79,7 +80,7 @@ class SpeculativeDecoder:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.prefill_chunk = prefill_chunk
         self.near_tie = near_tie
-        self._check = verify_coupled if verifier == "coupled" else verify_rejection
+        self._check: Check = verify_coupled if verifier == "coupled" else verify_rejection
 
     def generate(
         self,
@@ -159,7 +160,7 @@ class SpeculativeDecoder:
         choices, verdict = self._decide(rows, draft, shaper, noise, context.tokens)
         emitted = [*draft.tokens[: verdict.accepted].tolist(), verdict.token]
         other_s = perf_counter() - begun - plan.seconds - target_s
-        self._learn(plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s, other_s)
+        learn_round(self.policy, plan, emitted, verdict.accepted, len(context.tokens), len(pending), target_s, other_s)
         possible = [shaper.is_possible(choices[i], token) for i, token in enumerate(emitted)]
         if not possible[0]:
             raise ConfigError(
@@ -174,80 +175,20 @@ class SpeculativeDecoder:
         logprobs = () if raw is None else token_logprobs(raw[: len(emitted)], emitted, shaper.params.logprobs or 0)
         return Step(tuple(emitted), len(draft), min(verdict.accepted, len(emitted)), finish, logprobs)
 
-    def _draft(self, context: _Context, may_draft: bool, shaper: Shaper, noise: Noise) -> _Plan:
-        """Ask the policy, and the drafter that it picks. Lookups propose first: that is free, and tells it more."""
+    def _draft(self, context: _Context, may_draft: bool, shaper: Shaper, noise: Noise) -> Plan:
         tokens = context.tokens
         # One token less than there is room for: the pass itself emits one more.
         room = min(context.room, self.target.context_length - len(tokens)) - 1
-        limit = min(room, self.policy.max_depth)
-        if limit < 1 or not self.drafters or not may_draft:
-            return _Plan(EMPTY_DRAFT)
-        started = perf_counter()
-        proposals = {
-            name: _possible(drafter.propose(tokens, limit, shaper, noise), tokens, shaper)
-            for name, drafter in self.drafters.items()
-            if drafter.is_lookup
-        }
-        offers = [
-            Offer(name, _confidences(proposals[name])) if name in proposals else Offer(name, None, d.backlog(tokens))
-            for name, d in self.drafters.items()
-        ]
-        choice = self.policy.choose(offers, len(tokens), limit)
-        if choice.name is None:
-            return _Plan(EMPTY_DRAFT, proposals=proposals, seconds=perf_counter() - started)
-        if choice.name in proposals:
-            draft = proposals[choice.name].first(choice.depth)
-            return _Plan(draft, choice.name, proposals, perf_counter() - started)
-        name, past = choice.name, len(tokens)
-        backlog = next(offer.backlog for offer in offers if offer.name == name)
-        draft = self.drafters[name].propose(
-            tokens, choice.depth, shaper, noise, lambda confidences: self.policy.goes_on(name, confidences, past)
-        )
-        assert len(draft) <= choice.depth, (len(draft), choice)
-        return _Plan(draft, name, proposals, perf_counter() - started, backlog)
-
-    def _learn(
-        self,
-        plan: _Plan,
-        emitted: list[int],
-        num_accepted: int,
-        past: int,
-        num_pending: int,
-        target_s: float,
-        other_s: float,
-    ) -> None:
-        """Tell the policy what the round did, and what lookups that were not checked would have done."""
-        outcome = Outcome(
-            plan.name,
-            _confidences(plan.draft),
-            num_accepted,
-            len(emitted),
-            past,
-            # More than one pending token is text being read: no round like the others.
-            len(plan.draft) + 1 if num_pending == 1 else 0,
-            target_s,
-            plan.seconds,
-            plan.backlog,
-            other_s,
-        )
-        self.policy.learn(outcome)
-        for name, proposal in plan.proposals.items():
-            if name != plan.name and len(proposal):
-                seen = list(zip(proposal.tokens.tolist(), emitted, strict=False))
-                agreed = next((i for i, (one, other) in enumerate(seen) if one != other), len(seen))
-                self.policy.learn_shadow(name, _confidences(proposal)[: len(seen)], agreed)
+        return draft_round(self.drafters, self.policy, tokens, room if may_draft else 0, shaper, noise)
 
     def _decide(
         self, rows: Rows, draft: Draft, shaper: Shaper, noise: Noise, context: Tokens
     ) -> tuple[Distributions, Verdict]:
         """What tokens are chosen from, by the number of drafted tokens before it, and what was chosen."""
-        if shaper.is_greedy:
-            rows = shaper.adjust(rows, context, draft.tokens)
-            if self.near_tie and len(draft):
-                rows = self._without_ties(rows, draft, shaper, context)
-            return rows, verify_greedy(rows, draft)
-        probs = shaper.distributions(rows, context, draft.tokens)
-        return probs, self._check(probs, draft, noise, len(context))
+        if not (shaper.is_greedy and self.near_tie and len(draft)):
+            return decide(rows, draft, shaper, noise, context, self._check)
+        rows = self._without_ties(shaper.adjust(rows, context, draft.tokens), draft, shaper, context)
+        return rows, verify_greedy(rows, draft)
 
     def _without_ties(self, rows: Rows, draft: Draft, shaper: Shaper, context: Tokens) -> Rows:
         """The rows that decide, near-ties among them as they are when computed alone."""
@@ -275,17 +216,6 @@ class SpeculativeDecoder:
         return "context" if len(context.tokens) + len(emitted) >= self.target.context_length else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is to be checked in a round, who drafted it and how long that took, and what lookups proposed."""
-
-    draft: Draft
-    name: str | None = None
-    proposals: Mapping[str, Draft] = field(default_factory=dict)
-    seconds: float = 0.0
-    backlog: int = 0
-
-
 class _Context:
     """The committed tokens: the prompt and what was emitted, in one buffer."""
 
@@ -309,16 +239,6 @@ class _Context:
             self._buffer = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._buffer[self._length : end] = tokens
         self._length = end
-
-
-def _possible(draft: Draft, context: Tokens, shaper: Shaper) -> Draft:
-    """A deterministic proposal up to the first token that the grammar refuses."""
-    return draft.first(shaper.num_possible(context, draft.tokens)) if len(draft) else draft
-
-
-def _confidences(draft: Draft) -> tuple[float, ...]:
-    """One for each token; a drafter that says nothing is as sure of one as of another."""
-    return draft.confidences or (0.0,) * len(draft)
 
 
 def _count(stats: GenerationStats, step: Step, seconds: float) -> None:

@@ -22,7 +22,7 @@ from edgespec.errors import SessionError
 from edgespec.gate import Gate
 from edgespec.params import RequestParams, RowInvariance, RuntimeParams, SamplingParams, SpecParams
 from edgespec.prompts import Prompt, PromptMaker
-from edgespec.speculation import choose_drafters, make_drafters, make_policy, resolve_runtime
+from edgespec.speculation import Models, choose_drafters, make_drafting, resolve_runtime
 from edgespec.state import CacheFile, bundle_digest, read_caches, write_caches
 from edgespec.stats import GenerationStats
 from edgespec.stream import TextStream
@@ -31,6 +31,7 @@ from edgespec.tokens import Tokenizer
 if TYPE_CHECKING:
     from edgespec.models import DraftSession
     from edgespec.ort import Interrupt
+    from edgespec.recurrent import RecurrentSession
     from edgespec.session import DecoderSession
 
 MakePrompt = Callable[[SamplingParams, RequestParams], Prompt]
@@ -107,12 +108,13 @@ class Engine:
 
     def _open(self, spec: SpecParams, runtime: RuntimeParams, parent: Engine | None) -> None:
         # Importing onnxruntime takes longer than all the rest of `import edgespec`.
-        from edgespec.models import fork_draft, open_draft, open_target
+        from edgespec.models import fork_draft, open_draft, open_inner_draft, open_target
         from edgespec.selfcheck import self_check
 
         target = open_target(self.bundle, runtime) if parent is None else parent._target.fork()
         self._target: DecoderSession = target
         self._draft: DraftSession | None = None
+        self._inner: RecurrentSession | None = None
         self.row_rule: RowInvariance | None = target.row_rule
         if parent is None:
             found = self_check(target, self.bundle.manifest, runtime.threads, exact=runtime.exact)
@@ -127,12 +129,15 @@ class Engine:
         if "model" in self.drafters and self.bundle.manifest.draft is not None:
             loaded = None if parent is None else parent._draft
             self._draft = open_draft(self.bundle, runtime, target) if loaded is None else fork_draft(loaded, target)
-        draft = self._draft
-        drafters = make_drafters(self.drafters, self._extra_drafters, spec, target, draft)
+        if spec.num_draft_tokens is None:  # a draft of fixed length is made token by token
+            opened = None if parent is None else parent._inner
+            self._inner = open_inner_draft(self.bundle, runtime, self._draft, opened)
+        models = Models(self.bundle.manifest, runtime, target, self._draft, self._inner)
+        drafters, policy = make_drafting(self.drafters, self._extra_drafters, spec, models)
         self._decoder = SpeculativeDecoder(
             target,
             drafters,
-            policy=make_policy(drafters, spec, runtime, self.bundle.manifest, target, draft),
+            policy=policy,
             eos_token_ids=self.bundle.manifest.eos_token_ids,
             prefill_chunk=runtime.prefill_chunk,
             verifier=spec.verifier,
@@ -339,7 +344,7 @@ class Engine:
 
     @property
     def _sessions(self) -> tuple[DraftSession, ...]:
-        return (self._target,) if self._draft is None else (self._target, self._draft)
+        return tuple(s for s in (self._target, self._draft, self._inner) if s is not None)
 
     def _named_sessions(self) -> dict[str, DecoderSession]:
         """The sessions with a cache of their own."""

@@ -7,6 +7,7 @@ that another decision sees. Philox is a counter-based generator (Salmon et al. 2
 from __future__ import annotations
 
 import secrets
+from copy import copy
 from enum import IntEnum
 from typing import Any
 
@@ -34,6 +35,7 @@ class Noise:
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = secrets.randbits(64) if seed is None else seed
+        self._outer = 0  # the round that these numbers are for rounds inside of, plus 1
         # One generator that is led from address to address: making one takes several times as long.
         self._bits = np.random.Philox(key=self.seed)
         self._state: Any = self._bits.state
@@ -41,9 +43,17 @@ class Noise:
 
     def uniforms(self, start: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
         """`count` independent draws from [0, 1) for the round that starts at position `start`."""
-        self._state["state"]["counter"][2:] = start, purpose
-        self._bits.state = self._state  # the state at the beginning of a counter: nothing left over from another
-        return self._generator.random(count)
+        return self._draw(self._outer, start, purpose, count)
+
+    def inside(self, start: int) -> Noise:
+        """The uniforms for rounds inside the round that starts at position `start`: a draft model's own.
+
+        They go back to a position as often as the outer rounds do, so that their own start is no address.
+        Numbers that belong to a position stay the same.
+        """
+        inner = copy(self)
+        inner._outer = start + 1
+        return inner
 
     def choose(self, weights: NDArray[np.float32], position: int) -> int:
         """The token that wins the race of `weights` at a position: arg max of log weight + Gumbel noise.
@@ -58,6 +68,11 @@ class Noise:
         (alive,) = np.nonzero(weights)
         if not len(alive):
             return 0
-        uniforms = self.uniforms(position, Purpose.CHOOSE, int(alive[-1]) + 1)[alive]
+        uniforms = self._draw(0, position, Purpose.CHOOSE, int(alive[-1]) + 1)[alive]
         # Gumbel noise is -log(E) with E exponential: the smallest E / weight wins, and only E needs a logarithm.
         return int(alive[np.argmin(-np.log1p(-uniforms) / weights[alive])])
+
+    def _draw(self, outer: int, start: int, purpose: Purpose, count: int) -> NDArray[np.float64]:
+        self._state["state"]["counter"][1:] = outer, start, purpose
+        self._bits.state = self._state  # the state at the beginning of a counter: nothing left over from another
+        return self._generator.random(count)

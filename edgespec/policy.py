@@ -208,7 +208,8 @@ class AdaptivePolicy:
         if curve is not None:
             curve.observe(1, past, seconds)
         else:
-            self._seen_step_s[name] += (seconds - self._seen_step_s[name]) / _STEP_HORIZON
+            known = self._seen_step_s[name] or seconds
+            self._seen_step_s[name] = known + (seconds - known) / _STEP_HORIZON
 
     def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
         """What would have become of a proposal that was not checked, as far as the emitted tokens tell."""

@@ -74,7 +74,8 @@ class DecoderSession:
     ) -> None:
         self._row_rule, self._length = row_rule, 0
         self.interrupt: Interrupt | None = None
-        self._lender = lender
+        self._lender, self._lender_appends = lender, -1
+        self._num_appends = 0
         self._path, self._runtime = path, runtime
         self._context_length = context_length
         self._chunk = runtime.prefill_chunk
@@ -146,6 +147,8 @@ class DecoderSession:
         assert self.hidden_size is not None, self._path
         if self._hidden is None:
             self._hidden = HiddenRows(self.hidden_size, self._hidden_type, self._host, self._binding)
+        if self._lender is not None and self._lender.hidden_size == self.hidden_size:
+            self._lender.keep_hidden()
 
     def hidden_after(self, context: Tokens) -> NDArray[np.float32] | None:
         """What the graph computed at the last token of `context`, if the cache stands for all of it.
@@ -155,14 +158,19 @@ class DecoderSession:
             not kept any more (those of the last calls' logits are).
         """
         length = len(context)
-        if self._hidden is None or not 0 < length <= self._length:
+        if not 0 < length <= self._length:
             return None
-        row = self._hidden.row(length - 1)
+        row = self._hidden_at(length - 1)
         return row if row is not None and np.array_equal(self._tokens[:length], context) else None
 
     def last_hidden(self) -> NDArray[np.float32] | None:
         """`hidden_after` of all that is cached, for who knows already what that is."""
-        return None if self._hidden is None else self._hidden.row(self._length - 1)
+        return self._hidden_at(self._length - 1)
+
+    def _hidden_at(self, position: int) -> NDArray[np.float32] | None:
+        """Of what a lender has read, its own row: this session has not computed any."""
+        row = None if self._hidden is None else self._hidden.row(position)
+        return self._lender._hidden_at(position) if row is None and self._lender is not None else row
 
     def pretend(self, length: int) -> None:
         """Behave as if so many tokens were cached, for measuring what calls cost. To be followed by `rewind(0)`.
@@ -286,11 +294,17 @@ class DecoderSession:
         return cache
 
     def _borrow(self, context: Tokens) -> None:
-        """Take over what the lender has read of `context`. The lender forgets the rest: it may be overwritten."""
-        assert self._lender is not None
-        self._lender.sync(context)
-        self.rewind(0)
-        self._append(self._lender.tokens)
+        """Take over what the lender has read of `context`. The lender forgets the rest: it may be overwritten.
+
+        What this session wrote behind that stays as long as the lender has read nothing since.
+        """
+        lender = self._lender
+        assert lender is not None
+        lender.sync(context)
+        if self._lender_appends != lender._num_appends:
+            self._lender_appends = lender._num_appends
+            self.rewind(0)
+            self._append(lender.tokens)
 
     def _feed(self, tokens: Tokens, rows: int) -> Rows:
         """One call of the graph. The tokens count as cached only after it succeeded."""
@@ -360,6 +374,7 @@ class DecoderSession:
             self._tokens = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._tokens[self._length : end] = tokens
         self._length = end
+        self._num_appends += 1
 
 
 def _hidden_size(outputs: dict[str, Any], path: Path) -> int | None:

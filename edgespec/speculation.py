@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.bundle import Manifest
 from edgespec.contracts import Drafter, DraftPolicy
-from edgespec.costs import CostCurve
-from edgespec.drafters import HistoryDrafter, ModelDrafter, NgramDrafter
+from edgespec.costs import CostCurve, CostTable
+from edgespec.drafters import HistoryDrafter, ModelDrafter, NgramDrafter, StagedDrafter
 from edgespec.errors import ConfigError
 from edgespec.params import RowInvariance, RuntimeParams, SpecParams, Spinning
 from edgespec.policy import AdaptivePolicy, FixedPolicy
@@ -19,6 +19,7 @@ from edgespec.state import bundle_digest
 
 if TYPE_CHECKING:
     from edgespec.models import DraftSession
+    from edgespec.recurrent import RecurrentSession
     from edgespec.session import DecoderSession
 
 # Rows of a target call at most: copying text pays up to here on every machine measured.
@@ -55,55 +56,84 @@ def choose_drafters(spec: SpecParams, extra: Collection[str] = (), *, has_model:
     return (spec.drafter,)
 
 
-def make_drafters(
-    names: tuple[str, ...],
-    extra: Mapping[str, Drafter],
-    spec: SpecParams,
-    target: DecoderSession,
-    draft: DraftSession | None,
-) -> dict[str, Drafter]:
-    """The drafters by name. `draft` is the draft model's session where `model` is among them."""
-    made: dict[str, Drafter] = {}
-    for name in names:
-        if name in extra:
-            made[name] = extra[name]
-        elif name == "ngram":
-            made[name] = NgramDrafter(spec.max_ngram)
-        elif name == "history":
-            path = Path(spec.history) if spec.history else None
-            made[name] = HistoryDrafter(path, target.vocab_size, spec.max_ngram)
-        else:
-            assert draft is not None
-            made[name] = ModelDrafter(draft, target.vocab_size, is_coupled=spec.verifier == "coupled")
-    return made
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The opened models of a bundle, and how they are run.
+
+    Attributes:
+        target, draft, inner: sessions; `inner` drafts for `draft`.
+    """
+
+    manifest: Manifest
+    runtime: RuntimeParams
+    target: DecoderSession
+    draft: DraftSession | None = None
+    inner: RecurrentSession | None = None
 
 
-def make_policy(
-    drafters: Mapping[str, Drafter],
-    spec: SpecParams,
-    runtime: RuntimeParams,
-    manifest: Manifest,
-    target: DecoderSession,
-    draft: DraftSession | None,
-) -> DraftPolicy:
-    """A fixed number of tokens, or the depth by what this machine needs for a call, measured at the first load."""
-    if spec.num_draft_tokens is not None or not drafters:
-        return FixedPolicy(spec.num_draft_tokens or 0)
-    profile = _profile(runtime, manifest, target, draft)
-    steps = None if profile.draft is None else CostCurve(profile.draft, MAX_ROWS)
-    overlap = manifest.check.get("pair_overlap")
-    prior = overlap if isinstance(overlap, float) and 0 < overlap < 1 else _UNKNOWN_ACCEPTANCE
-    costs = {
-        name: (None, _UNKNOWN_ACCEPTANCE) if drafter.is_lookup else (steps, prior) for name, drafter in drafters.items()
-    }
-    return AdaptivePolicy(CostCurve(profile.target, MAX_ROWS), costs)
+def make_drafting(
+    names: tuple[str, ...], extra: Mapping[str, Drafter], spec: SpecParams, models: Models
+) -> tuple[dict[str, Drafter], DraftPolicy]:
+    """The drafters by name, and who decides among them.
+
+    That is a fixed number of tokens, or the depth by what this machine needs for a call, measured at the first load.
+    A draft model that reads text is then drafted for as well, by lookup and by the bundle's inner draft.
+
+    Args:
+        names: as `choose_drafters` gives.
+        extra: the application's own, by name.
+        models: the draft model's session is there if `model` is among the names.
+    """
+    is_fixed = spec.num_draft_tokens is not None or not names
+    profile = None if is_fixed else _profile(models)
+    drafters = {name: extra[name] if name in extra else _make_drafter(name, spec, models, profile) for name in names}
+    if profile is None:
+        return drafters, FixedPolicy(spec.num_draft_tokens or 0)
+    return drafters, _adaptive(drafters, profile.target, profile.draft, _prior(models.manifest, "pair_overlap"))
 
 
-def _profile(runtime: RuntimeParams, manifest: Manifest, target: DecoderSession, draft: DraftSession | None) -> Profile:
+def _make_drafter(name: str, spec: SpecParams, models: Models, profile: Profile | None) -> Drafter:
+    width, is_coupled = models.target.vocab_size, spec.verifier == "coupled"
+    if name == "ngram":
+        return NgramDrafter(spec.max_ngram)
+    if name == "history":
+        return HistoryDrafter(Path(spec.history) if spec.history else None, width, spec.max_ngram)
+    from edgespec.recurrent import RecurrentSession
+
+    draft = models.draft
+    assert draft is not None, name
+    reads_text = draft.head is None and not isinstance(draft, RecurrentSession)
+    if profile is None or profile.draft is None or not reads_text:
+        return ModelDrafter(draft, width, is_coupled=is_coupled)
+    inner: dict[str, Drafter] = {"ngram": NgramDrafter(spec.max_ngram)}
+    if models.inner is not None:
+        inner["model"] = ModelDrafter(models.inner, min(width, draft.vocab_size), is_coupled=is_coupled)
+    # What a step of the inner draft costs is seen at work.
+    policy = _adaptive(inner, profile.draft, None, _prior(models.manifest, "inner_overlap"))
+    return StagedDrafter(draft, width, inner, policy, is_coupled=is_coupled)
+
+
+def _adaptive(
+    drafters: Mapping[str, Drafter], calls: CostTable, steps: CostTable | None, prior: float
+) -> AdaptivePolicy:
+    """Chooses by what checking calls and a draft model's steps cost. That model's acceptance starts at `prior`."""
+    curve = None if steps is None else CostCurve(steps, MAX_ROWS)
+    costs = {n: (None, _UNKNOWN_ACCEPTANCE) if d.is_lookup else (curve, prior) for n, d in drafters.items()}
+    return AdaptivePolicy(CostCurve(calls, MAX_ROWS), costs)
+
+
+def _prior(manifest: Manifest, figure: str) -> float:
+    """Acceptance of a draft model to start from, as the export has measured it."""
+    overlap = manifest.check.get(figure)
+    return overlap if isinstance(overlap, float) and 0 < overlap < 1 else _UNKNOWN_ACCEPTANCE
+
+
+def _profile(models: Models) -> Profile:
     """The stored profile, or a quick one that is stored. One of a busy machine is measured again at the next load."""
     from edgespec.probe import measure_costs, measure_pair
 
-    key = profile_name(manifest, runtime, target.provider, target.row_rule, has_draft=draft is not None)
+    target, draft = models.target, models.draft
+    key = profile_name(models.manifest, models.runtime, target.provider, target.row_rule, has_draft=draft is not None)
     stored = read_profile(key)
     if stored is not None and not stored.is_doubtful:
         return stored

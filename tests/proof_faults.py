@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from edgespec import decoder
-from edgespec.drafters import ModelDrafter
+from edgespec.drafters import StagedDrafter, staged
 from edgespec.noise import Noise, Purpose
 from edgespec.params import SamplingParams
 from edgespec.proof import procedure
@@ -22,11 +23,11 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 Rule = Callable[[np.ndarray, Draft, Noise, int], Verdict]
 
 
-def _rule(rule: Rule) -> Fault:
+def _rule(rule: Rule, module: ModuleType = decoder) -> Fault:
     def over_all_rows(probs: Distributions, draft: Draft, noise: Noise, start: int) -> Verdict:
         return rule(np.stack([probs[i] for i in range(len(draft) + 1)]), draft, noise, start)
 
-    return lambda patch: patch.setattr(decoder, "verify_rejection", over_all_rows)
+    return lambda patch: patch.setattr(module, "verify_rejection", over_all_rows)
 
 
 def _accepted(probs: np.ndarray, draft: Draft, uniforms: np.ndarray) -> int:
@@ -78,7 +79,7 @@ def _same_number(probs: np.ndarray, draft: Draft, noise: Noise, start: int) -> V
     return Verdict(accepted, _emit(row, noise, start))
 
 
-class _UnfilteredDrafter(ModelDrafter):
+class _UnfilteredDrafter(StagedDrafter):
     """Draws from the shaped distribution, but hands on the raw one."""
 
     def propose(self, context: np.ndarray, limit: int, shaper: Shaper, noise: Noise, *more: object) -> Draft:
@@ -113,9 +114,11 @@ FAULTS: dict[str, Fault] = {
     "accept what a draw gives, then draw again": _rule(_drawn_twice),
     "residual not renormalised": _rule(_not_renormalised),
     "residual of the row after": _rule(_next_row),
-    "q of unfiltered logits": lambda patch: patch.setattr(procedure, "ModelDrafter", _UnfilteredDrafter),
+    "q of unfiltered logits": lambda patch: patch.setattr(procedure, "StagedDrafter", _UnfilteredDrafter),
     "penalty blind to the draft": lambda patch: patch.setattr(decoder, "Shaper", _BlindShaper),
     "model's cache not rewound by one": _keep_one(TableScorer),
     "loop's cache not rewound by one": _keep_one(ReplayScorer),
     "one random number for the whole draft": _rule(_same_number),
+    "always accept inside the draft": _rule(_always, staged),
+    "the numbers of the round inside it": lambda patch: patch.setattr(Noise, "inside", lambda self, start: self),
 }

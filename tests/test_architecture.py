@@ -34,7 +34,7 @@ LAYERS = [
         "acceptance",
         "policy",
     ],
-    ["contracts", "lookup"],
+    ["contracts", "lookup", "rounds"],
     [
         "fields",
         "bundle",
@@ -58,6 +58,7 @@ LAYERS = [
         "drafters.ngram",
         "drafters.history",
         "drafters.model",
+        "drafters.staged",
         "drafters",
         "decoder",
         "speculation",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from edgespec import decoder
+from edgespec import rounds
 from edgespec.cli import main
 from edgespec.proof import Proof
 from tests.proof_faults import FAULTS
@@ -58,11 +58,11 @@ def test_a_wrong_rule_fails(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_drafter_that_changes_greedy_text_fails(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that are never refused give other texts, which are listed."""
-    right = decoder.verify_greedy
+    right = rounds.verify_greedy
     monkeypatch.setattr(
-        decoder,
+        rounds,
         "verify_greedy",
-        lambda rows, draft: right(rows, draft) if not len(draft) else decoder.Verdict(len(draft), 7),
+        lambda rows, draft: right(rows, draft) if not len(draft) else rounds.Verdict(len(draft), 7),
     )
     result = verify(tiny_bundle, "--budget", "10m", "--temperature", 0)
     assert result.exit_code == 1

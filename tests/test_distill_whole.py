@@ -19,6 +19,7 @@ from edgespec.bundle import model_head, read_bundle
 from edgespec.cli.export import export_command
 from edgespec.errors import ConfigError, ExportError, IncompatibleDraftError
 from edgespec.params import SamplingParams, SpecParams
+from edgespec.policy import FixedPolicy
 from tests.export_models import save_llama, torch_logits
 
 pytestmark = pytest.mark.export
@@ -139,16 +140,53 @@ def test_the_export_joins_it(bundle: Path, made: tuple[Path, Path, str, str]) ->
 
 def test_it_drafts(bundle: Path, llama: Path) -> None:
     """Greedy text with it is torch's own."""
-    prompt = np.random.default_rng(3).integers(3, 259, 12)
     with edgespec.load(bundle, spec=SpecParams(drafter="model", num_draft_tokens=2)) as engine:
-        stream = engine.generate(prompt.tolist(), SamplingParams(max_new_tokens=30, ignore_eos=True))
-        stream.text()
-        found, stats = list(stream.token_ids), stream.stats
+        check_text(engine, llama)
+
+
+def check_text(engine: edgespec.Engine, llama: Path) -> None:
+    """Greedy text is torch's own, and drafts took part in it."""
+    prompt = np.random.default_rng(3).integers(3, 259, 12)
+    stream = engine.generate(prompt.tolist(), SamplingParams(max_new_tokens=30, ignore_eos=True))
+    stream.text()
     tokens = prompt
     for _ in range(30):
         tokens = np.append(tokens, torch_logits(llama, tokens)[-1].argmax())
-    assert found == tokens[12:].tolist()
-    assert stats.drafted > 0
+    assert list(stream.token_ids) == tokens[12:].tolist()
+    assert stream.stats.drafted > 0
+
+
+def test_it_drafts_for_a_draft(made: tuple[Path, Path, str, str], llama: Path, tmp_path: Path) -> None:
+    """The model in 8 bits drafts for itself, and is drafted for by what was distilled; both go on from `hidden`."""
+    out = tmp_path / "three"
+    arguments = [str(llama), "-o", str(out), "--precision", "fp32", "--draft", str(llama), "--draft-precision", "int8"]
+    result = CliRunner().invoke(export_command, [*arguments, "--inner-draft", str(made[0])], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "inner draft: int8 in blocks of 128" in result.output
+    manifest = read_bundle(out).manifest
+    assert [model.cache for model in manifest.models.values()] == ["shared", "shared", "none"]
+    assert [model.hidden_layers for model in manifest.models.values()] == [(1,), (1,), None]
+    assert 0 < manifest.check["inner_overlap"] < manifest.check["pair_overlap"] < 1
+    with edgespec.load(out, spec=SpecParams(drafter="model")) as engine:
+        engine.policy = FixedPolicy(5)
+        check_text(engine, llama)
+        assert len(engine.providers) == 3
+
+
+def test_an_inner_draft_that_cannot_be(made: tuple[Path, Path, str, str], llama: Path, tmp_path: Path) -> None:
+    """Nothing to draft for, or a draft that reads no text, or no such draft: said before anything is converted."""
+    from edgespec.export import export_bundle
+
+    def export(**options: str) -> None:
+        export_bundle(str(llama), tmp_path / "bundle", **options)  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="name a draft"):
+        export(inner_draft=str(made[0]))
+    with pytest.raises(ConfigError, match="this draft was distilled"):
+        export(draft=str(made[0]), inner_draft=str(made[0]))
+    with pytest.raises(ConfigError, match="inner_draft is 'nothing'"):
+        export(draft=str(llama), inner_draft="nothing")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_draft_of_another_target_is_refused(made: tuple[Path, Path, str, str], tmp_path: Path) -> None:

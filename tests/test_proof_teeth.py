@@ -1,4 +1,4 @@
-"""The losslessness test finds what it says it finds: right code passes, ten wrong ways are caught."""
+"""The losslessness test finds what it says it finds: right code passes, twelve wrong ways are caught."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ CUT = SamplingParams(temperature=0.5, top_k=4, min_p=0.02)
 RNG = np.random.default_rng(5)
 P_LOGITS = RNG.normal(0, 1, (VOCAB, VOCAB)) + 2 * np.eye(VOCAB)
 Q_LOGITS = P_LOGITS + RNG.normal(0, 1.2, (VOCAB, VOCAB))
+INNER_LOGITS = Q_LOGITS + RNG.normal(0, 1.2, (VOCAB, VOCAB))
 
 
 def model(logits: np.ndarray) -> TableScorer:
@@ -28,7 +29,8 @@ def model(logits: np.ndarray) -> TableScorer:
 
 
 def prove(seed: int, params: SamplingParams = PARAMS, max_samples: int = 400) -> Report:
-    subject = Subject("table", model(P_LOGITS), model(Q_LOGITS), (np.array([1, 2, 3, 1, 2]), np.array([4, 0, 4])))
+    prompts = (np.array([1, 2, 3, 1, 2]), np.array([4, 0, 4]))
+    subject = Subject("table", model(P_LOGITS), model(Q_LOGITS), prompts, inner=model(INNER_LOGITS))
     return Proof(
         subject,
         [Setting("sampled", params)],

@@ -29,6 +29,11 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
     help="Draft model: a source as well, what `edgespec distill` made, or none.  [default: none]",
 )
 @click.option(
+    "--inner-draft",
+    metavar="NAME",
+    help="Drafts for a draft that is a model: what `edgespec distill` made for it.  [default: none]",
+)
+@click.option(
     "--precision", type=_PRECISIONS, help="Of the weights.  [default: auto: int8 below 10^9 of them, int4 above]"
 )
 @click.option(
@@ -63,6 +68,8 @@ def summary(report: ExportReport) -> Iterator[str]:
         # Where both are one graph, it was checked once.
         yield _model_line("draft", manifest.draft, check.get("draft", check["target"]))
         yield pair_line(report)
+    if manifest.inner_draft is not None:
+        yield _model_line("inner draft", manifest.inner_draft, check["inner_draft"])
     yield closing_line(report)
 
 
@@ -77,7 +84,7 @@ def closing_line(report: ExportReport) -> str:
     return f"{report.path}: {report.size / 1e6:.0f} MB in {report.seconds:.0f} s{memory}"
 
 
-def _model_line(role: Literal["target", "draft"], model: ModelInfo, figures: dict[str, Any]) -> str:
+def _model_line(role: Literal["target", "draft", "inner draft"], model: ModelInfo, figures: dict[str, Any]) -> str:
     blocks = f" in blocks of {model.block_size}" if model.block_size else ""
     return (
         f"{role}: {model.precision}{blocks}; total variation to the original {figures['mean_tv']:.2g} on average and "

@@ -118,6 +118,8 @@ def _bundle_lines(path: Path, manifest: Manifest) -> list[str]:
         ("target", _model_line(manifest.target)),
         ("draft", _model_line(manifest.draft) if manifest.draft else "none"),
     ]
+    if manifest.inner_draft is not None:
+        rows.append(("its draft", _model_line(manifest.inner_draft)))
     rows += [("checked", line) for line in _checked(manifest.check)]
     # In one line each, so that no name can pass for a line of its own.
     return [f"{name:11}{terminal.clean_line(str(value))}" for name, value in rows]
@@ -125,12 +127,12 @@ def _bundle_lines(path: Path, manifest: Manifest) -> list[str]:
 
 def _checked(check: dict[str, Any]) -> Iterator[str]:
     """What people want to know of what the export measured, all of which is in the JSON. It may be anything."""
-    for role in ("target", "draft"):
+    for role in ("target", "draft", "inner_draft"):
         figures = check.get(role)
         if isinstance(figures, dict):
             shown = [form.format(figures[name]) for name, form in _FIGURES.items() if _is_number(figures.get(name))]
             if shown:
-                yield f"{role}: {', '.join(shown)}"
+                yield f"{role.replace('_', ' ')}: {', '.join(shown)}"
         if isinstance(reason := check.get(f"{role}_unfused"), str):
             yield f"{role}: not fused: {reason}"
     if _is_number(check.get("pair_overlap")):

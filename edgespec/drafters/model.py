@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
             row, column = self._choose(logits, text[:end], shaper, noise, uniform)
             if not shaper.is_possible(row, column):
                 break
-            confidences.append(_confidence(row, column, shaper.is_greedy))
+            confidences.append(confidence(row, column, shaper.is_greedy))
             if dists is not None:
                 dists[end - start, : len(row)] = row
             token = column if ids is None else ids.item(column)
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
         return row, noise.choose(row, len(before)) if self.is_coupled else draw(row, uniform)
 
 
-def _confidence(row: NDArray[np.float32], token: int, is_logits: bool) -> float:
+def confidence(row: NDArray[np.float32], token: int, is_logits: bool) -> float:
     """How certain the draft model is: the probability of its first choice, or what the margin of two logits says."""
     if not is_logits:
         return float(row.max())

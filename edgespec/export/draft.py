@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -31,8 +31,7 @@ from edgespec.params import RuntimeParams
 from edgespec.recurrent import RecurrentSession
 from edgespec.session import DecoderSession
 
-ROLE = "draft"
-_STEP = "the draft"
+Role = Literal["draft", "inner_draft"]
 _READ = 64  # rows of a call while the target reads the text
 _TIMED = 30
 
@@ -47,47 +46,51 @@ def check_target(made: Distilled, graph: Graph) -> None:
     read_rotary(graph.path, made, graph.source.name)
 
 
-def make_draft(job: Job, made: Distilled, graph: Graph, target: Made) -> Made:
+def make_draft(job: Job, made: Distilled, graph: Graph, target: Made, role: Role = "draft") -> Made:
     """The draft's graph in the bundle.
 
     Args:
         made: the draft.
-        graph: the target in float32, whose embedding the draft takes.
-        target: as it is in the bundle, with `hidden`.
+        graph: what it drafts for in float32, whose embedding the draft takes.
+        target: that as it is in the bundle, with `hidden`.
+        role: an `inner_draft` drafts for the bundle's draft.
     Returns:
-        With `pair_overlap` among the figures.
+        With `pair_overlap`, or `inner_overlap`, among the figures.
     """
-    found = job.finished(_STEP)
+    step = f"the {role}"
+    found = job.finished(step)
     if found is None:
         first = len(job.warnings)
-        found = _make(job, made, graph, target)
-        job.finish(_STEP, found, first)
+        found = _make(job, made, graph, target, role)
+        job.finish(step, found, first)
     return Made(read_info(found["info"]), found["check"], target.rows)
 
 
-def _make(job: Job, made: Distilled, graph: Graph, target: Made) -> dict[str, Any]:
+def _make(job: Job, made: Distilled, graph: Graph, target: Made, role: Role) -> dict[str, Any]:
     job.progress.step(f"building {made.name}")
     weights = made.read_weights()
     embedding = read_embedding(graph.path, made, graph.source.name)
     rotary = read_rotary(graph.path, made, graph.source.name)
-    plain = build_draft(made, weights, embedding, job.folder("draft-fp32"), rotary)
-    folder = job.space.bundle / ROLE
+    plain = build_draft(made, weights, embedding, job.folder(f"{role}-fp32"), rotary)
+    folder = job.space.bundle / role
     shutil.rmtree(folder, ignore_errors=True)
-    precision, block = resolve_precision(job.plan.draft_precision, job.plan.draft_block_size, made.num_parameters)
-    path, check = _round(job, plain, folder, precision, block)
+    precision, block = _precision(job, made, target, role)
+    path, report = _round(job, plain, folder, precision, block)
+    check: dict[str, Any] = {f"{role}_quantization": report} if report else {}
     shutil.copyfile(made.folder / HEAD_IDS, folder / HEAD_IDS)
-    job.progress.step(f"checking the draft in {precision}")
+    job.progress.step(f"checking {made.name} in {precision}")
     if rotary is not None and (precision == "fp16") != (target.info.precision == "fp16"):
         job.warn(
             f"{made.name} in {precision} cannot look at the cache of a target in {target.info.precision}, so it is "
             "accepted less often: choose fp16 for both or for neither"
         )
     pair = _Pair(job.space.bundle / target.info.path, graph, made, weights, embedding, rotary)
-    check["draft_fp32"] = pair.check(plain, "fp32", target.rows).as_dict()
+    check[f"{role}_fp32"] = pair.check(plain, "fp32", target.rows).as_dict()
     figures = pair.check(path, precision, target.rows)
-    check |= {ROLE: figures.as_dict(), "draft_steps": pair.measure(path), "pair_overlap": figures.overlap}
+    overlap = "pair_overlap" if role == "draft" else "inner_overlap"
+    check |= {role: figures.as_dict(), f"{role}_steps": pair.measure(path), overlap: figures.overlap}
     info = ModelInfo(
-        path=f"{ROLE}/{path.name}",
+        path=f"{role}/{path.name}",
         cache="none",
         num_layers=0,
         num_kv_heads=0,
@@ -100,9 +103,16 @@ def _make(job: Job, made: Distilled, graph: Graph, target: Made) -> dict[str, An
         num_parameters=made.num_parameters,
         source=made.origin,
         licence=made.licence,
-        head_ids=f"{ROLE}/{HEAD_IDS}",
+        head_ids=f"{role}/{HEAD_IDS}",
     )
     return {"info": asdict(info), "check": check}
+
+
+def _precision(job: Job, made: Distilled, target: Made, role: Role) -> tuple[str, int | None]:
+    """As wanted; of an inner draft, about which nothing is said, such that it can look at the draft's cache."""
+    if role == "draft":
+        return resolve_precision(job.plan.draft_precision, job.plan.draft_block_size, made.num_parameters)
+    return resolve_precision("fp16" if target.info.precision == "fp16" else "auto", None, made.num_parameters)
 
 
 def _round(job: Job, plain: Path, folder: Path, precision: str, block: int | None) -> tuple[Path, dict[str, Any]]:
@@ -112,7 +122,7 @@ def _round(job: Job, plain: Path, folder: Path, precision: str, block: int | Non
         return halve_graph(plain, folder, job.progress.advance), {}
     assert block is not None
     path, report = quantize_graph(plain, folder, precision, block, job.progress.advance)
-    return path, {"draft_quantization": report}
+    return path, report
 
 
 @dataclass(frozen=True, slots=True)

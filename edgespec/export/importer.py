@@ -100,7 +100,7 @@ def import_bundle(
             figures = {} if is_same else second.check
             check |= figures | {"pair_overlap": pair_overlap(made.rows, second.rows)}
         job.progress.step("writing the bundle")
-        manifest = make_manifest(space.bundle, target, made.info, second.info if second else None, check)
+        manifest = make_manifest(space.bundle, target, [made.info, *([second.info] if second else [])], check)
         space.publish(manifest)
     size = sum(info.size for info in manifest.files.values())
     return ExportReport(out, manifest, size, time.monotonic() - started, peak_memory_bytes(), job.warnings)

@@ -31,7 +31,8 @@ class Plan:
     """The options of one export, the recipe's filled in.
 
     Attributes:
-        source, draft: what the user named; `draft` is None for a bundle without one.
+        source, draft, inner_draft: what the user named; `draft` is None for a bundle without one, and `inner_draft` for
+            one in which nothing drafts for the draft.
         precision, block_size: of the target; a `block_size` of None is the precision's default.
         draft_precision, draft_block_size: of the draft.
         max_context: None is the model's own, up to 32,768.
@@ -46,6 +47,7 @@ class Plan:
     draft_block_size: int | None
     max_context: int | None
     allow_pickle: bool = False
+    inner_draft: str | None = None
 
 
 def make_plan(source: str, given: Mapping[str, Any], recipe: Mapping[str, Any]) -> Plan:
@@ -65,11 +67,14 @@ def make_plan(source: str, given: Mapping[str, Any], recipe: Mapping[str, Any]) 
         draft_block_size=_block_size(values, given, "draft_"),
         max_context=values.get("max_context"),
         allow_pickle=bool(values.get("allow_pickle")),
+        inner_draft=values.get("inner_draft"),
     )
     for role in ("", "draft_"):
         _check_role(role, getattr(plan, f"{role}precision"), getattr(plan, f"{role}block_size"))
     if plan.draft is None and (given.get("draft_precision") or given.get("draft_block_size")):
         raise ConfigError("draft_precision and draft_block_size need a draft: name one, or leave them out")
+    if plan.inner_draft is not None and plan.draft is None:
+        raise ConfigError("inner_draft drafts for the draft: name a draft, or leave it out")
     context = plan.max_context
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < _SHORTEST):
         raise ConfigError(f"max_context is {context!r}; it must be an integer of at least {_SHORTEST}")

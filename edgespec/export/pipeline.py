@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from edgespec import __version__
 from edgespec.bundle import Manifest, ModelInfo, list_files
+from edgespec.errors import ConfigError
 from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
 from edgespec.export.distilled import Distilled, find_distilled, read_distilled
@@ -72,6 +74,13 @@ class _Sources:
 
     target: Source
     draft: Source | Distilled | None
+    inner: Distilled | None = None
+
+    def layers(self, source: Source) -> tuple[int, ...] | None:
+        """Of a model, those from whose input something in the bundle drafts."""
+        drafts = [self.draft] if source is self.target else []
+        drafts += [self.inner] if source is self.draft else []
+        return next((d.hidden_layers for d in drafts if isinstance(d, Distilled)), None)
 
 
 def export_bundle(
@@ -79,6 +88,7 @@ def export_bundle(
     out: Path,
     *,
     draft: str | None = None,
+    inner_draft: str | None = None,
     precision: Precision | None = None,
     block_size: int | None = None,
     draft_precision: Precision | None = None,
@@ -98,6 +108,8 @@ def export_bundle(
         out: the bundle's folder; appears whole at the end, or not at all.
         draft: a source as well (the same one is converted only once), a folder that `edgespec distill` made or its
             name among those that travel with edgespec, or `none`.
+        inner_draft: what drafts for the draft, where that is a model that reads text: a folder that `edgespec distill`
+            made for it, or a name as above.
         precision: of the weights; `auto`, the default, is int8 under a billion parameters and int4 above.
         block_size: weights that share a scale, 32 or 128; by default 128 for int8 and 32 for int4.
         draft_precision, draft_block_size: the same for the draft.
@@ -106,7 +118,7 @@ def export_bundle(
         overwrite: replace a bundle that is there already. Nothing but a bundle is ever replaced.
         progress: is told about every step.
     Raises:
-        ConfigError: an option has a value that cannot work.
+        ConfigError: an option has a value that cannot work, or there is no such inner draft.
         ExportError: the source, the conversion, a check or the disk failed.
         IncompatibleDraftError: the draft has other tokens.
         MissingExtraError: the `export` extra is not installed.
@@ -115,6 +127,7 @@ def export_bundle(
     require_extra()
     given = {"draft": draft, "precision": precision, "block_size": block_size, "max_context": max_context}
     given |= {"draft_precision": draft_precision, "draft_block_size": draft_block_size, "allow_pickle": allow_pickle}
+    given["inner_draft"] = inner_draft
     plan = make_plan(source, given, recipe_options(source))
     with workspace(out, overwrite) as space:
         job = Job(plan, space, progress or SilentProgress())
@@ -128,34 +141,51 @@ def _build(job: Job) -> Manifest:
     """Everything but the last rename."""
     plan = job.plan
     sources = _fetch_all(job)
-    layers = sources.draft.hidden_layers if isinstance(sources.draft, Distilled) else None
-    graph = prepare(job, sources.target, "target", layers)
+    graph = prepare(job, sources.target, "target", sources.layers(sources.target))
     if isinstance(sources.draft, Distilled):
         check_target(sources.draft, graph)
     target = finish(job, graph, "target", plan.precision, plan.block_size)
-    draft: Made | None = None
-    check = dict(target.check)
+    models, check = [target.info], dict(target.check)
     if sources.draft is not None:
-        draft = _make_draft(job, sources, graph, target)
-        check |= draft.check
-        draft = _share(job, target, draft)
+        last = target
+        for made in list(_make_drafts(job, sources, graph, target)):  # sharing moves files
+            check |= made.check
+            last = _share(job, last, made)
+            models.append(last.info)
     job.progress.step("writing the bundle")
-    return make_manifest(job.space.bundle, sources.target, target.info, draft.info if draft else None, check)
+    return make_manifest(job.space.bundle, sources.target, models, check)
+
+
+def _make_drafts(job: Job, sources: _Sources, graph: Graph, target: Made) -> Iterator[Made]:
+    """The draft, and what drafts for it if that is wanted."""
+    if isinstance(sources.draft, Distilled):
+        yield make_draft(job, sources.draft, graph, target)
+        return
+    assert sources.draft is not None
+    draft_graph = graph
+    if sources.draft is not sources.target:
+        draft_graph = prepare(job, sources.draft, "draft", sources.layers(sources.draft))
+    if sources.inner is not None:
+        check_target(sources.inner, draft_graph)
+    draft = _make_draft(job, sources, draft_graph, target)
+    yield draft
+    if sources.inner is not None:
+        yield make_draft(job, sources.inner, draft_graph, draft, "inner_draft")
 
 
 def _make_draft(job: Job, sources: _Sources, graph: Graph, target: Made) -> Made:
-    """The draft in its precision; nothing new where it would be the target once more."""
-    assert sources.draft is not None
-    if isinstance(sources.draft, Distilled):
-        return make_draft(job, sources.draft, graph, target)
+    """A draft model in its precision; nothing new where it would be the target once more.
+
+    Args:
+        graph: the draft's.
+    """
     wanted = job.plan.draft_precision, job.plan.draft_block_size
     if sources.draft is sources.target:
         resolved = resolve_precision(*wanted, sources.target.num_parameters)
         if resolved == (target.info.precision, target.info.block_size):
             job.warn("target and draft are the same model in the same precision: they share their files")
             return replace(target, check={"pair_overlap": pair_overlap(target.rows, target.rows)})
-    draft_graph = graph if sources.draft is sources.target else prepare(job, sources.draft, "draft")
-    made = finish(job, draft_graph, "draft", *wanted)
+    made = finish(job, graph, "draft", *wanted)
     return replace(made, check=made.check | {"pair_overlap": pair_overlap(target.rows, made.rows)})
 
 
@@ -172,9 +202,22 @@ def _fetch_all(job: Job) -> _Sources:
     """Bring both models to this disk, and look for what a killed export of them left."""
     target = _fetch(job, job.plan.source, "target")
     draft = _fetch_draft(job, target)
-    different = [target] if draft is None or draft is target else [target, draft]
-    job.open_journal([file for source in different for file in source.files])
-    return _Sources(target, draft)
+    inner = None if job.plan.inner_draft is None else _find_inner(job.plan.inner_draft, draft)
+    different = [target, *([] if draft is target else [draft]), inner]
+    job.open_journal([file for source in different if source is not None for file in source.files])
+    return _Sources(target, draft, inner)
+
+
+def _find_inner(name: str, draft: Source | Distilled | None) -> Distilled:
+    folder = find_distilled(name)
+    if folder is None:
+        raise ConfigError(
+            f"inner_draft is {name!r}; it must be a folder that `edgespec distill` made, or the name of one that "
+            "travels with edgespec"
+        )
+    if not isinstance(draft, Source):
+        raise ConfigError("inner_draft goes with a draft that is a model, and this draft was distilled: leave it out")
+    return read_distilled(folder, draft)
 
 
 def _fetch(job: Job, name: str, role: str) -> Source:
@@ -213,10 +256,14 @@ def pair_overlap(target: Path, draft: Path) -> float:
     return mean_overlap(rows[0][:count], rows[1][:count])
 
 
-def make_manifest(
-    folder: Path, texts: Texts, target: ModelInfo, draft: ModelInfo | None, check: dict[str, Any]
-) -> Manifest:
-    """Put tokenizer and template into a bundle's folder and describe all that is in it."""
+def make_manifest(folder: Path, texts: Texts, models: Sequence[ModelInfo], check: dict[str, Any]) -> Manifest:
+    """Put tokenizer and template into a bundle's folder and describe all that is in it.
+
+    Args:
+        models: the target, and then what drafts for the one before it.
+    """
+    target, draft, inner = (*models, None, None)[:3]
+    assert target is not None
     (folder / TOKENIZER).write_bytes(texts.tokenizer.read_bytes())
     if texts.chat_template is not None:
         (folder / TEMPLATE).write_text(texts.chat_template, encoding="utf-8", newline="\n")
@@ -232,4 +279,5 @@ def make_manifest(
         special_tokens=texts.special_tokens,
         files=list_files(folder),
         check=check | {"measured_on": where},
+        inner_draft=inner,
     )

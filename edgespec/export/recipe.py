@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.errors import ExportError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_OPTIONS = {"precision", "block_size", "draft", "draft_precision", "draft_block_size", "max_context"}
+_OPTIONS = {"precision", "block_size", "draft", "draft_precision", "draft_block_size", "inner_draft", "max_context"}
 _CHUNK = 1 << 20
 
 

@@ -12,16 +12,17 @@ import numpy as np
 
 from edgespec.contracts import Drafter, Rows, Scorer, Tokens
 from edgespec.decoder import SpeculativeDecoder
-from edgespec.drafters import ModelDrafter, NgramDrafter
+from edgespec.drafters import ModelDrafter, NgramDrafter, StagedDrafter
 from edgespec.noise import Noise
 from edgespec.params import Grammar, RuntimeParams, SamplingParams, Verifier
+from edgespec.policy import FixedPolicy
 from edgespec.proof.differences import Difference, Width, answer, compare, measure_widths, merge
 from edgespec.proof.fit import Fit
 from edgespec.proof.identity import check_identity, proposal
 from edgespec.proof.laws import KINDS, Kind, PlainRows, Reference, Sample, draw_samples, fit_samples
 from edgespec.proof.replay import RecurrentReplay, ReplayScorer
 from edgespec.proof.report import FitCheck, IdentityCheck, Report, TextCheck, correct_fits
-from edgespec.proof.subject import Subject
+from edgespec.proof.subject import Stages, Subject
 from edgespec.recurrent import RecurrentSession
 from edgespec.shaper import Constraint, Shaper
 
@@ -142,7 +143,7 @@ class Proof:
     def _identities(self, end: float) -> list[IdentityCheck]:
         checks = []
         for setting, name, deadline in self._cases(end):
-            drafter = self._drafter(name, self.subject.draft, is_coupled=False)
+            drafter = self._drafter(name, self.subject.stages, is_coupled=False)
             prompts = self._while_before(deadline, f"identity: {setting.name}, {name}", self.subject.prompts)
             contexts = ((self._shaper(setting.params, prompt), prompt) for prompt in prompts)
             result = check_identity(self.subject.target, drafter, contexts, self.depth, self.seed)
@@ -167,7 +168,7 @@ class Proof:
     def _compare(self, setting: Setting, deadline: float, *, is_exact: bool, tolerance: float) -> list[TextCheck]:
         """Plain answers against those with each drafter, prompt after prompt."""
         target = self.subject.target
-        loops = {name: self._loop(target, self._drafter(name, self.subject.draft)) for name in self.drafters}
+        loops = {name: self._loop(target, self._drafter(name, self.subject.stages)) for name in self.drafters}
         found: dict[str, list[Difference]] = {name: [] for name in loops}
         texts = tokens = 0
         rule = "exact mode" if is_exact else "without exact mode"
@@ -185,7 +186,7 @@ class Proof:
 
     # (b) end to end
 
-    def _fits(self, end: float, target: ReplayScorer, draft: ReplayScorer | None) -> list[FitCheck]:
+    def _fits(self, end: float, target: ReplayScorer, stages: Stages) -> list[FitCheck]:
         """Prompt after prompt, so that rows which were scored for one setting serve the next."""
         cases = list(itertools.product(self.sampled, self.drafters))
         found = {(setting.name, name, kind): Fit() for setting, name in cases for kind in KINDS}
@@ -193,8 +194,8 @@ class Proof:
             rows = PlainRows(self.subject.target, prompt)
             for setting, name, deadline in self._cases(until):
                 self._tell(f"samples: {setting.name}, {name}")
-                samples = self._samples(setting.params, name, prompt, number, deadline, target, draft)
-                for kind, fit in self._fit(samples, rows, setting.params, name, draft, deadline).items():
+                samples = self._samples(setting.params, name, prompt, number, deadline, target, stages)
+                for kind, fit in self._fit(samples, rows, setting.params, name, stages, deadline).items():
                     found[setting.name, name, kind] += fit
         return correct_fits(found)
 
@@ -213,9 +214,9 @@ class Proof:
         number: int,
         end: float,
         target: ReplayScorer,
-        draft: ReplayScorer | None,
+        stages: Stages,
     ) -> list[Sample]:
-        loop = self._loop(target, self._drafter(name, draft))
+        loop = self._loop(target, self._drafter(name, stages))
         stop = perf_counter() + (end - perf_counter()) * _SAMPLING_SHARE
         seeds = itertools.count(self.seed * 10**12 % 2**62 + number * 10**9)
         samples: list[Sample] = []
@@ -231,11 +232,11 @@ class Proof:
         rows: PlainRows,
         params: SamplingParams,
         name: str,
-        draft: ReplayScorer | None,
+        stages: Stages,
         end: float,
     ) -> dict[Kind, Fit]:
         shaper = self._shaper(params, rows.context)
-        q = self._first_q(self._drafter(name, draft, is_coupled=False), rows.context, shaper)
+        q = self._first_q(self._drafter(name, stages, is_coupled=False), rows.context, shaper)
         reference = Reference(rows, shaper)
         return fit_samples(
             samples, reference, q, verifier=self.verifier, seed=self.seed, is_late=lambda: perf_counter() > end
@@ -274,10 +275,8 @@ class Proof:
         finally:
             self.subject.set_row_rule(self.subject.row_rule)
 
-    def _replays(self) -> tuple[ReplayScorer, ReplayScorer | None]:
-        draft = self.subject.draft
-        kind = RecurrentReplay if isinstance(draft, RecurrentSession) else ReplayScorer
-        return ReplayScorer(self.subject.target), None if draft is None else kind(draft)
+    def _replays(self) -> tuple[ReplayScorer, Stages]:
+        return ReplayScorer(self.subject.target), Stages(*map(_replay, self.subject.stages))
 
     def _loop(self, target: Scorer, drafter: Drafter | None) -> SpeculativeDecoder:
         return SpeculativeDecoder(
@@ -289,12 +288,19 @@ class Proof:
             verifier=self.verifier,
         )
 
-    def _drafter(self, name: str, draft: Scorer | None, *, is_coupled: bool | None = None) -> Drafter:
+    def _drafter(self, name: str, stages: Stages, *, is_coupled: bool | None = None) -> Drafter:
         if name == "ngram":
             return NgramDrafter(self.subject.max_ngram)
+        draft, inner = stages
         assert draft is not None, name
         is_coupled = self.verifier == "coupled" if is_coupled is None else is_coupled
-        return ModelDrafter(draft, self.subject.target.vocab_size, is_coupled=is_coupled)
+        width = self.subject.target.vocab_size
+        if draft.head is not None or isinstance(draft, RecurrentSession | RecurrentReplay):
+            return ModelDrafter(draft, width, is_coupled=is_coupled)
+        helper: Drafter = NgramDrafter(self.subject.max_ngram)  # as in an engine
+        if inner is not None:
+            helper = ModelDrafter(inner, min(width, draft.vocab_size), is_coupled=is_coupled)
+        return StagedDrafter(draft, width, {"draft": helper}, FixedPolicy(self.depth), is_coupled=is_coupled)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
@@ -305,6 +311,12 @@ class Proof:
     def _shaper(self, params: SamplingParams, prompt: Tokens) -> Shaper:
         subject = self.subject
         return Shaper(params, prompt, subject.eos_token_ids, subject.target.vocab_size, self._constraint(params))
+
+
+def _replay(scorer: Scorer | None) -> ReplayScorer | None:
+    if scorer is None:
+        return None
+    return RecurrentReplay(scorer) if isinstance(scorer, RecurrentSession) else ReplayScorer(scorer)
 
 
 def _endless(params: SamplingParams) -> SamplingParams:

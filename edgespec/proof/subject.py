@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from edgespec.contracts import Scorer, Tokens
 from edgespec.errors import ConfigError
 from edgespec.grammar import GrammarCompiler
 from edgespec.invariance import measure_row_invariance
-from edgespec.models import open_draft, open_target
+from edgespec.models import open_draft, open_inner_draft, open_target
 from edgespec.params import Grammar, RowInvariance, RuntimeParams
 from edgespec.shaper import Constraint
 from edgespec.speculation import resolve_runtime
@@ -30,6 +31,13 @@ PROMPTS = (
 )
 
 
+class Stages(NamedTuple):
+    """What drafts: a draft model, and one that drafts for it."""
+
+    draft: Scorer | None
+    inner: Scorer | None
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A pair of models and texts to try it on.
@@ -38,6 +46,7 @@ class Subject:
         name: of the bundle, for the report.
         target: the model whose distribution the output must have.
         draft: the draft model, if there is one.
+        inner: drafts for the draft model, where there is something that does.
         prompts: token ids, each of shape (n,).
         row_rule: the rule under which the target's rows do not depend on the call, in force while it is tested.
         set_row_rule: puts a rule, or none, in force.
@@ -55,6 +64,11 @@ class Subject:
     make_constraint: Callable[[Grammar], Constraint] | None = None
     max_ngram: int = 4
     eos_token_ids: tuple[int, ...] = ()
+    inner: Scorer | None = None
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.draft, self.inner)
 
 
 @contextlib.contextmanager
@@ -78,10 +92,13 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
     with contextlib.ExitStack() as stack:
         target = open_target(bundle, runtime)
         stack.callback(target.close)
-        draft = None
+        draft, inner = None, None
         if with_draft and manifest.draft is not None:
             draft = open_draft(bundle, runtime, target, reads=True)
             stack.callback(draft.close)
+            inner = open_inner_draft(bundle, runtime, draft, reads=True)
+            if inner is not None:
+                stack.callback(inner.close)
         rule = measure_row_invariance(target)
 
         def set_row_rule(wanted: RowInvariance | None) -> None:
@@ -96,6 +113,7 @@ def open_subject(path: Path, runtime: RuntimeParams, *, with_draft: bool) -> Ite
             name=manifest.name,
             target=target,
             draft=draft,
+            inner=inner,
             prompts=prompts,
             row_rule=rule,
             set_row_rule=set_row_rule,
