@@ -72,8 +72,10 @@ def test_two_hundred_answers_cancelled_at_random_moments(engine: Engine, tiny_pa
     for i in range(200):
         prompt = [rng.randrange(3, 250) for _ in range(rng.choice([3, 120, 400]))]
         stream = engine.generate(prompt, LONG)
-        way = rng.choice(["cancel", "close", "engine", "leave", "drop"])
-        if way in ("leave", "drop"):
+        way = rng.choice(["cancel", "close", "engine", "leave", "drop", "wait"])
+        if way == "wait":
+            stream.text()
+        elif way in ("leave", "drop"):
             for _ in zip(range(rng.randrange(8)), stream, strict=False):
                 pass
             if way == "leave":
