@@ -58,7 +58,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], words: str) -> None:
     [
         ("auto", None, 134_515_008, ("int8", 128)),
         ("auto", None, 999_999_999, ("int8", 128)),
-        ("auto", None, 1_000_000_000, ("int4", 32)),
+        ("auto", None, 1_000_000_000, ("int4", 128)),
         ("auto", 32, 10, ("int8", 32)),
         ("int4", 128, 10, ("int4", 128)),
         ("fp32", None, 10, ("fp32", None)),

@@ -98,7 +98,7 @@ def test_the_manifest_says_what_was_made(pair: tuple[Bundle, Recorder]) -> None:
     assert draft is not None
     assert (target.cache, target.num_layers, target.num_kv_heads, target.head_dim) == ("shared", 2, 2, 16)
     assert (target.vocab_size, target.context_length) == (PADDED_VOCAB, 512)
-    assert (target.precision, target.block_size, draft.precision, draft.block_size) == ("fp32", None, "int4", 32)
+    assert (target.precision, target.block_size, draft.precision, draft.block_size) == ("fp32", None, "int4", 128)
     assert manifest.eos_token_ids == (2,)
     assert manifest.chat_template == "chat_template.jinja"
     assert target.source == "folder tiny-llama"

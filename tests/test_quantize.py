@@ -115,17 +115,22 @@ def test_rounding_is_within_a_step_and_exact_for_zeros_and_extremes(bits: int) -
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("bits", "block", "width"), [(4, 32, 64), (4, 128, 96), (8, 32, 96), (8, 128, 64)])
 def test_a_whole_decoder_computes_with_the_rounded_weights(bits: int, block: int, width: int, tied: bool) -> None:
-    """Embedding, layers and head all use the blocks; what remains is the operator's own int8 activations."""
+    """Embedding, layers and head all use the blocks; what remains is the operator's own int8 activations.
+
+    In 4 bits the head has 8, and an embedding of its own small blocks.
+    """
+    head = (8, 128) if bits == 4 else (bits, block)
+    table = head if tied else (4, 32) if bits == 4 else (bits, block)
     original = decoder(width, tied=tied)
     model = ir.from_proto(original)
     report = quantize(model, bits, block)
     ids = np.array([[3, 7, 0, 49, 12]])
     found = run(ir.to_proto(model), {"input_ids": ids})
     weights = {t.name: numpy_helper.to_array(t) for t in original.graph.initializer}
-    expected = by_hand(quantize_blocks(weights["embed"], bits, block), VOCAB, width)[ids]
-    for name in ("up", "down", "head"):
+    expected = by_hand(quantize_blocks(weights["embed"], *table), VOCAB, width)[ids]
+    for name, rounding in (("up", (bits, block)), ("down", (bits, block)), ("head", head)):
         transposed = np.ascontiguousarray(weights[name].T)
-        expected = expected @ by_hand(quantize_blocks(transposed, bits, block), *transposed.shape).T
+        expected = expected @ by_hand(quantize_blocks(transposed, *rounding), *transposed.shape).T
     assert np.abs(found - expected).max() < 0.12 * expected.std()
     assert report.embedding == ("shared" if tied else "own")
     assert report.quantized == ["up_mm", "down_mm", "head_mm"]
@@ -144,7 +149,26 @@ def test_the_embedding_gives_exactly_the_dequantised_rows(bits: int, block: int)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     found = session.run(["x"], {"input_ids": np.arange(VOCAB)[None]})[0][0]
     embed = numpy_helper.to_array(decoder(width, tied=True).graph.initializer[0])
-    np.testing.assert_allclose(found, by_hand(quantize_blocks(embed, bits, block), VOCAB, width), atol=1e-6)
+    rounding = (8, 128) if bits == 4 else (bits, block)  # as the head's, which it is
+    np.testing.assert_allclose(found, by_hand(quantize_blocks(embed, *rounding), VOCAB, width), atol=1e-6)
+
+
+def test_a_head_is_found_behind_what_changes_logits() -> None:
+    """A cap, a scale and another type come after the product; the matrix before it stays in 4 bits."""
+    proto = decoder(64, tied=True)
+    proto.graph.node[-1].output[0] = "raw"
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(30, np.float32), "cap"))
+    proto.graph.node.extend(
+        [
+            helper.make_node("Div", ["raw", "cap"], ["scaled"]),
+            helper.make_node("Tanh", ["scaled"], ["bent"]),
+            helper.make_node("Mul", ["cap", "bent"], ["logits"]),
+        ]
+    )
+    model = ir.from_proto(proto)
+    assert quantize(model, 4, 32).embedding == "shared"
+    bits = {n.name: n.attributes["bits"].as_int() for n in model.graph if n.op_type == "MatMulNBits"}
+    assert bits == {"up_mm": 4, "down_mm": 4, "head_mm": 8}
 
 
 def test_a_shared_embedding_is_stored_once_and_no_float_matrix_remains() -> None:

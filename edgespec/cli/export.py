@@ -37,7 +37,7 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
     "--precision", type=_PRECISIONS, help="Of the weights.  [default: auto: int8 below 10^9 of them, int4 above]"
 )
 @click.option(
-    "--block-size", type=int, metavar="32|128", help="Weights per scale.  [default: 128 for int8, 32 for int4]"
+    "--block-size", type=int, metavar="32|128", help="Weights per scale.  [default: 128]"
 )
 @click.option("--draft-precision", type=_PRECISIONS, help="The same for the draft.  [default: auto]")
 @click.option("--draft-block-size", type=int, metavar="32|128", help="The same for the draft.")

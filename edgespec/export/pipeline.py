@@ -111,7 +111,7 @@ def export_bundle(
         inner_draft: what drafts for the draft, where that is a model that reads text: a folder that `edgespec distill`
             made for it, or a name as above.
         precision: of the weights; `auto`, the default, is int8 under a billion parameters and int4 above.
-        block_size: weights that share a scale, 32 or 128; by default 128 for int8 and 32 for int4.
+        block_size: weights that share a scale, 32 or 128; by default 128.
         draft_precision, draft_block_size: the same for the draft.
         max_context: most tokens of the context; by default the model's, up to 32,768.
         allow_pickle: read pickled weights where there are no safetensors; torch's restricted reader reads them.
