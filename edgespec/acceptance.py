@@ -91,17 +91,14 @@ class AcceptanceModel:
     def overall(self) -> float:
         return self._overall.value(self._prior, self._now)
 
-    def at_depth(self, depth: int) -> float:
-        """Probability that the token at `depth` (0 is the first) is accepted, given that those before it are."""
-        return self._depths[min(depth, _MAX_DEPTH)].value(self.overall, self._now)
-
     def at_depths(self, count: int) -> list[float]:
-        """`at_depth` of the first `count` depths."""
-        apart = [self.at_depth(depth) for depth in range(min(count, _MAX_DEPTH + 1))]
+        """Probabilities that each of the first `count` tokens is accepted, given that those before it are."""
+        overall = self.overall
+        apart = [rate.value(overall, self._now) for rate in self._depths[:count]]
         return apart + apart[-1:] * (count - len(apart))
 
     def at(self, depth: int, confidence: float) -> float:
-        """The same, knowing the drafter's confidence in the token."""
+        """The same of the token at `depth` (0 is the first), knowing the drafter's confidence in it."""
         level = _level(confidence)
         return self._cells[min(depth, _MAX_DEPTH)][level].value(self._at_level(level), self._now)
 
@@ -109,7 +106,8 @@ class AcceptanceModel:
         """`at` of the tokens of a draft."""
         # Long matches are of few kinds: most of their tokens share a cell.
         cells = [(min(depth, _MAX_DEPTH), _level(confidence)) for depth, confidence in enumerate(confidences)]
-        levels = {level: self._at_level(level) for level in {level for _, level in cells}}
+        overall = self.overall
+        levels = {level: self._levels[level].value(overall, self._now) for level in {level for _, level in cells}}
         values = {cell: self._cells[cell[0]][cell[1]].value(levels[cell[1]], self._now) for cell in set(cells)}
         return [values[cell] for cell in cells]
 

@@ -22,6 +22,7 @@ from edgespec.costs import CostCurve
 # cost at most, and so the most by which speculation is slower than plain decoding in the long run.
 PROBE_SHARE = 0.01
 _OUTLIER = 4.0  # times the usual: what a round takes longer beside the models is not its own
+_NOTHING: tuple[str, tuple[float, ...], float] = ("", (), 1.0)  # drafted by nobody
 _STEP_HORIZON = 8  # rounds over which what was not measured beforehand is averaged
 
 
@@ -136,6 +137,7 @@ class AdaptivePolicy:
         self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
         self._seen_step_s = {name: 0.0 for name, (curve, _) in drafters.items() if curve is None}
         self._chances: dict[str, list[float]] = {}
+        self._survived = _NOTHING
         self._other_s = 0.0  # of a round, beside the models
         self._foregone_s = dict.fromkeys(drafters, 0.0)
         self._elapsed_s = self._probing_s = 0.0
@@ -154,6 +156,7 @@ class AdaptivePolicy:
             past: committed tokens.
             room: most tokens that may be drafted.
         """
+        self._survived = _NOTHING
         costs = self._target.seconds(past)
         limit = min(room, self.max_depth)
         plans = {o.name: self._plan(o, costs, past, limit) for o in offers}
@@ -176,10 +179,7 @@ class AdaptivePolicy:
         if depth >= deepest:
             return False
         costs = self._target.seconds(past)
-        model = self._acceptance[name]
-        survival = 1.0
-        for i, confidence in enumerate(confidences):
-            survival *= model.at(i, confidence)
+        survival = self._survival(name, confidences)
         # Not the next token alone: the costs have steps, and one that does not pay may lead to some that do.
         tokens, spent, step_s = 0.0, costs.item(depth + 1), self._step_s(name, past)
         for more in range(1, deepest - depth + 1):
@@ -188,6 +188,16 @@ class AdaptivePolicy:
             if tokens > self.tokens_per_s * (costs.item(depth + 1 + more) - spent + more * step_s):
                 return True
         return False
+
+    def _survival(self, name: str, confidences: Sequence[float]) -> float:
+        """Probability that all drafted tokens are accepted. Asked after each of them: only the last ones are new."""
+        drafter, known, survival = self._survived
+        if drafter != name or known != tuple(confidences[: len(known)]):
+            known, survival = (), 1.0
+        for depth in range(len(known), len(confidences)):
+            survival *= self._acceptance[name].at(depth, confidences[depth])
+        self._survived = name, tuple(confidences), survival
+        return survival
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what a round did."""

@@ -36,9 +36,7 @@ _PRECISIONS = click.Choice(["fp32", "fp16", "int8", "int4", "auto"])
 @click.option(
     "--precision", type=_PRECISIONS, help="Of the weights.  [default: auto: int8 below 10^9 of them, int4 above]"
 )
-@click.option(
-    "--block-size", type=int, metavar="32|128", help="Weights per scale.  [default: 128]"
-)
+@click.option("--block-size", type=int, metavar="32|128", help="Weights per scale.  [default: 128]")
 @click.option("--draft-precision", type=_PRECISIONS, help="The same for the draft.  [default: auto]")
 @click.option("--draft-block-size", type=int, metavar="32|128", help="The same for the draft.")
 @click.option("--max-context", type=int, help="Most tokens of the context.  [default: the model's, up to 32768]")
