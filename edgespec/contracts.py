@@ -105,8 +105,9 @@ class Drafter(Protocol):
             limit: at least 1.
             shaper: how tokens are chosen; a drafter that samples must shape its own distributions with it.
             noise: the randomness of this answer; draw with purpose `DRAFT` at position `len(context)`.
-            goes_on: asked after each token, with the confidences of those drafted so far, whether another one is
-                worth its cost. It must not lead to a drawn token being left out. Lookups need not ask.
+            goes_on: asked after each token, or each few that come at once, with the confidences of those drafted so
+                far, whether another one is worth its cost. It must not lead to a drawn token being left out. Lookups
+                need not ask.
         """
 
 

@@ -51,6 +51,7 @@ class Noise:
         They go back to a position as often as the outer rounds do, so that their own start is no address.
         Numbers that belong to a position stay the same.
         """
+        assert self._outer == 0, "there is one address for rounds inside rounds, and none for rounds inside those"
         inner = copy(self)
         inner._outer = start + 1
         return inner

@@ -21,7 +21,7 @@ from edgespec.costs import CostCurve
 # Share of the time that may be spent on trying drafters which are thought to lose: what being wrong about them may
 # cost at most, and so the most by which speculation is slower than plain decoding in the long run.
 PROBE_SHARE = 0.01
-_OUTLIER = 4.0  # times the usual: what a round takes longer beside the models is not its own
+_OUTLIER = 4.0  # times the usual: what is longer was interrupted, and says little about the others
 _NOTHING: tuple[str, tuple[float, ...], float] = ("", (), 1.0)  # drafted by nobody
 _STEP_HORIZON = 8  # rounds over which what was not measured beforehand is averaged
 
@@ -135,7 +135,7 @@ class AdaptivePolicy:
         self._target = target
         self._steps = {name: curve for name, (curve, _) in drafters.items()}
         self._acceptance = {name: AcceptanceModel(prior) for name, (_, prior) in drafters.items()}
-        self._seen_step_s = {name: 0.0 for name, (curve, _) in drafters.items() if curve is None}
+        self._seen_step_s: dict[str, float | None] = {n: None for n, (curve, _) in drafters.items() if curve is None}
         self._chances: dict[str, list[float]] = {}
         self._survived = _NOTHING
         self._other_s = 0.0  # of a round, beside the models
@@ -203,9 +203,7 @@ class AdaptivePolicy:
         """Take in what a round did."""
         self._target.observe(outcome.rows, outcome.past, outcome.target_s)
         self._elapsed_s += outcome.seconds
-        # Something else may have had the processor: one such round may say little about the others.
-        known = self._other_s or outcome.other_s
-        self._other_s = known + (min(outcome.other_s, _OUTLIER * known) - known) / _STEP_HORIZON
+        self._other_s = _followed(self._other_s, outcome.other_s)
         if outcome.name is None:
             return
         self._foregone_s[outcome.name] = 0.0
@@ -218,8 +216,9 @@ class AdaptivePolicy:
         if curve is not None:
             curve.observe(1, past, seconds)
         else:
-            known = self._seen_step_s[name] or seconds
-            self._seen_step_s[name] = known + (seconds - known) / _STEP_HORIZON
+            known = self._seen_step_s[name]
+            # The first time includes what is done once.
+            self._seen_step_s[name] = 0.0 if known is None else _followed(known, seconds)
 
     def learn_shadow(self, name: str, confidences: Sequence[float], num_accepted: int) -> None:
         """What would have become of a proposal that was not checked, as far as the emitted tokens tell."""
@@ -244,7 +243,7 @@ class AdaptivePolicy:
 
     def _step_s(self, name: str, past: int) -> float:
         curve = self._steps[name]
-        return self._seen_step_s[name] if curve is None else curve.seconds(past).item(1)
+        return self._seen_step_s[name] or 0.0 if curve is None else curve.seconds(past).item(1)
 
     def _reading_s(self, offer: Offer, past: int) -> float:
         """Seconds that reading the backlog takes. The widest call that was measured reads cheapest a token."""
@@ -281,3 +280,9 @@ class AdaptivePolicy:
                 self._probing_s += loss_s
                 return Choice(offer.name, plan.depth)
         return None
+
+
+def _followed(known: float, seconds: float) -> float:
+    """An average over some rounds, 0 before the first, after one that took so long."""
+    known = known or seconds
+    return known + (min(seconds, _OUTLIER * known) - known) / _STEP_HORIZON

@@ -74,8 +74,8 @@ class DecoderSession:
     ) -> None:
         self._row_rule, self._length = row_rule, 0
         self.interrupt: Interrupt | None = None
-        self._lender, self._lender_appends = lender, -1
-        self._num_appends = 0
+        self._lender, self._lender_writes = lender, -1
+        self._num_writes = 0
         self._path, self._runtime = path, runtime
         self._context_length = context_length
         self._chunk = runtime.prefill_chunk
@@ -153,15 +153,17 @@ class DecoderSession:
     def hidden_after(self, context: Tokens) -> NDArray[np.float32] | None:
         """What the graph computed at the last token of `context`, if the cache stands for all of it.
 
+        Where this session has not computed it, its lender's row, which is the same model's.
+
         Returns:
             Shape (hidden_size,), valid until the next call; `None` where the cache is of another text, or the row is
             not kept any more (those of the last calls' logits are).
         """
         length = len(context)
-        if not 0 < length <= self._length:
-            return None
-        row = self._hidden_at(length - 1)
-        return row if row is not None and np.array_equal(self._tokens[:length], context) else None
+        row = self._hidden.row(length - 1) if self._hidden is not None and 0 < length <= self._length else None
+        if row is not None and np.array_equal(self._tokens[:length], context):
+            return row
+        return None if self._lender is None else self._lender.hidden_after(context)
 
     def last_hidden(self) -> NDArray[np.float32] | None:
         """`hidden_after` of all that is cached, for who knows already what that is."""
@@ -301,8 +303,10 @@ class DecoderSession:
         lender = self._lender
         assert lender is not None
         lender.sync(context)
-        if self._lender_appends != lender._num_appends:
-            self._lender_appends = lender._num_appends
+        length = lender._length
+        is_same = self._length >= length and np.array_equal(self._tokens[:length], lender.tokens)
+        if not is_same or self._lender_writes != lender._num_writes:
+            self._lender_writes = lender._num_writes
             self.rewind(0)
             self._append(lender.tokens)
 
@@ -315,6 +319,7 @@ class DecoderSession:
         total = self._length + size
         self._cache.prepare(self._length, total)
         self._bind(tokens, size, keep, total)
+        self._num_writes += 1  # also if it fails
         try:
             self.session.run_with_iobinding(self._binding, self.interrupt and self.interrupt.options)
         except Exception as error:
@@ -374,7 +379,7 @@ class DecoderSession:
             self._tokens = np.concatenate([self.tokens, np.empty(end, np.int64)])
         self._tokens[self._length : end] = tokens
         self._length = end
-        self._num_appends += 1
+        self._num_writes += 1
 
 
 def _hidden_size(outputs: dict[str, Any], path: Path) -> int | None:

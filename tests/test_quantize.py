@@ -117,10 +117,9 @@ def test_rounding_is_within_a_step_and_exact_for_zeros_and_extremes(bits: int) -
 def test_a_whole_decoder_computes_with_the_rounded_weights(bits: int, block: int, width: int, tied: bool) -> None:
     """Embedding, layers and head all use the blocks; what remains is the operator's own int8 activations.
 
-    In 4 bits the head has 8, and an embedding of its own small blocks.
+    In 4 bits head and embedding have 8.
     """
-    head = (8, 128) if bits == 4 else (bits, block)
-    table = head if tied else (4, 32) if bits == 4 else (bits, block)
+    head = table = (8, 128) if bits == 4 else (bits, block)
     original = decoder(width, tied=tied)
     model = ir.from_proto(original)
     report = quantize(model, bits, block)

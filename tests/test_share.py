@@ -75,7 +75,7 @@ def test_what_is_the_same_is_stored_once(pair: tuple[Path, Path]) -> None:
     target, draft = pair
     before = {file: file.read_bytes() for file in target.parent.iterdir()}
     wanted = run(draft)
-    moved = share_weights(target, draft)
+    moved = share_weights(target, draft, "draft.onnx")
     assert moved == target.with_name("draft.onnx")
     assert np.array_equal(run(moved), wanted)
     np.testing.assert_allclose(wanted, EMBEDDING @ TWO, atol=1e-4)
@@ -83,6 +83,18 @@ def test_what_is_the_same_is_stored_once(pair: tuple[Path, Path]) -> None:
     assert list(draft.parent.iterdir()) == []
     assert {file: file.read_bytes() for file in before} == before
     assert len(list(target.parent.iterdir())) == 4
+
+
+def test_three_in_a_row(tmp_path: Path) -> None:
+    """A draft that is the target once more moves beside it, and what drafts for that one does not take its place."""
+    target, draft = (save(tmp_path / name / "model.onnx", EMBEDDING, ONE) for name in ("target", "draft"))
+    inner = save(tmp_path / "inner_draft" / "model.onnx", EMBEDDING, TWO)
+    wanted = [run(path) for path in (target, draft, inner)]
+    draft = share_weights(target, draft, "draft.onnx")
+    inner = share_weights(draft, inner, "inner_draft.onnx")
+    assert [path.name for path in (draft, inner)] == ["draft.onnx", "inner_draft.onnx"]
+    for path, rows in zip((target, draft, inner), wanted, strict=True):
+        assert np.array_equal(run(path), rows)
 
 
 @pytest.mark.parametrize("why", ["other weights", "too few", "a weight in a branch", "nothing outside"])
@@ -97,7 +109,7 @@ def test_others_stay_as_they_are(why: str, tmp_path: Path, monkeypatch: pytest.M
         onnx.save(onnx.load(draft), draft)
         draft.with_name("model.onnx.data").unlink()
     wanted = run(draft)
-    assert share_weights(target, draft) == draft
+    assert share_weights(target, draft, "draft.onnx") == draft
     assert np.array_equal(run(draft), wanted)
     assert len(list(target.parent.iterdir())) == 2
 
@@ -116,8 +128,8 @@ def test_an_interrupted_move_is_done_again(step: str, pair: tuple[Path, Path], m
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(*((Path, "unlink") if step == "unlink" else (os, "replace")), stop)
-        share_weights(target, draft)
-    moved = share_weights(target, draft)
+        share_weights(target, draft, "draft.onnx")
+    moved = share_weights(target, draft, "draft.onnx")
     assert moved.parent == target.parent
     assert np.array_equal(run(moved), wanted)
     assert list(draft.parent.iterdir()) == []

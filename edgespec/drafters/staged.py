@@ -53,6 +53,10 @@ class StagedDrafter(Drafter):
     def backlog(self, context: Tokens) -> int:
         return len(self.scorer.sync(context))
 
+    def learn(self, text: Tokens) -> None:
+        for drafter in self.drafters.values():
+            drafter.learn(text)
+
     def propose(
         self, context: Tokens, limit: int, shaper: Shaper, noise: Noise, goes_on: GoesOn | None = None
     ) -> Draft:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from edgespec.errors import ConfigError
 from edgespec.export.check import mean_overlap
 from edgespec.export.convert import require_extra
 from edgespec.export.distilled import Distilled, find_distilled, read_distilled
-from edgespec.export.draft import check_target, make_draft
+from edgespec.export.draft import Role, check_target, make_draft
 from edgespec.export.options import Precision, make_plan, resolve_precision
 from edgespec.export.pair import compare_sources
 from edgespec.export.progress import Progress, SilentProgress
@@ -148,9 +148,10 @@ def _build(job: Job) -> Manifest:
     models, check = [target.info], dict(target.check)
     if sources.draft is not None:
         last = target
-        for made in list(_make_drafts(job, sources, graph, target)):  # sharing moves files
+        drafts = list(_make_drafts(job, sources, graph, target))  # all of them: sharing moves files
+        for made, role in zip(drafts, get_args(Role), strict=False):
             check |= made.check
-            last = _share(job, last, made)
+            last = _share(job, last, made, role)
             models.append(last.info)
     job.progress.step("writing the bundle")
     return make_manifest(job.space.bundle, sources.target, models, check)
@@ -189,12 +190,12 @@ def _make_draft(job: Job, sources: _Sources, graph: Graph, target: Made) -> Made
     return replace(made, check=made.check | {"pair_overlap": pair_overlap(target.rows, made.rows)})
 
 
-def _share(job: Job, target: Made, draft: Made) -> Made:
+def _share(job: Job, target: Made, draft: Made, role: Role) -> Made:
     """The draft without the weights that the target's file has as well."""
     if draft.info.path == target.info.path:
         return draft
     folder = job.space.bundle
-    path = share_weights(folder / target.info.path, folder / draft.info.path)
+    path = share_weights(folder / target.info.path, folder / draft.info.path, f"{role}.onnx")
     return replace(draft, info=replace(draft.info, path=path.relative_to(folder).as_posix()))
 
 

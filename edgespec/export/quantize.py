@@ -1,8 +1,8 @@
 """Weights to 4 or 8 bits, block by block, symmetric, rounded to nearest. Owns the packing of MatMulNBits.
 
-In 4 bits the head stays in 8: it does more harm than all other matrices together (SmolLM2-135M, perplexity 22.3 in
-float32: 29.8 with everything in blocks of 32, 27.3 with such a head; 36.7 and 29.8 with blocks of 128, in which fewer
-scales are read and several rows cost a quarter less).
+In 4 bits the head and the embedding keep 8, in blocks of 128. Perplexity of SmolLM2-135M, 22.3 in float32, with all in
+4 bits: 29.8 in blocks of 32, 36.7 in blocks of 128; with such a head 27.3 and 29.8. In blocks of 128 fewer scales are
+read, and several rows cost a quarter less.
 
 Works on an `onnx_ir` model whose head and Gemms are plain MatMuls already. The activations stay float32 in the graph
 (accuracy level 4 rounds them to int8 inside the operator, row by row, so that a row does not depend on the others).
@@ -19,15 +19,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgespec.errors import ExportError
+from edgespec.export.fuse.rows import find_head
 
 Bits = Literal[4, 8]
 _DOMAIN = "com.microsoft"
 _ACCURACY_LEVEL = 4
 _RESHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast")
-_HEAD_BLOCK = 128  # of a head that has 8 bits where the rest has 4
-_TABLE_BLOCK = (
-    32  # of an embedding in 4 bits that is no head: nothing is computed with it, so small blocks cost no time
-)
+_IN_EIGHT: tuple[Bits, int] = (8, 128)  # bits and block of head and embedding where the rest has 4
 _ROWS_AT_ONCE = 4096  # of a weight, so that temporaries stay small where the vocabulary is large
 
 
@@ -121,7 +119,7 @@ def quantize(
 
     Args:
         model: a decoder; a tied head must be a MatMul with its own copy of the weight.
-        bits: 4 or 8; at 4 the head has 8.
+        bits: 4 or 8; at 4 head and embedding have 8.
         block: 16 or more, a power of two.
         advance: told the fraction of the weights that are done.
     Raises:
@@ -146,8 +144,9 @@ class _Quantizer:
         self.model, self.bits, self.block = model, bits, block
         self.parts: dict[str | None, _Parts] = {}
         self.embedding = find_embedding(model)
-        self.head = _find_head(model)  # name of its weight
-        self.is_tied = False  # whether that is the embedding's, too
+        head = find_head(model.graph)
+        self.head = None if head is None or head.inputs[1] is None else head.inputs[1].name
+        self.tied: str | None = None  # name of the weight that is the embedding's, too
 
     def run(self, advance: Callable[[float], None]) -> QuantizeReport:
         nodes = [n for n in self.model.graph if n.op_type in ("MatMul", "Gemm") and _matrix(n.inputs[1]) is not None]
@@ -162,7 +161,7 @@ class _Quantizer:
         if self.embedding is None:
             return QuantizeReport(quantized, [*kept, "the embedding: no Gather of a matrix by input_ids"], "kept")
         self._convert_embedding(self.embedding)
-        return QuantizeReport(quantized, kept, "shared" if self.is_tied else "own")
+        return QuantizeReport(quantized, kept, "own" if self.tied is None else "shared")
 
     def _convert_matmul(self, node: ir.Node) -> None:
         value = node.inputs[1]
@@ -170,12 +169,11 @@ class _Quantizer:
         assert value is not None
         assert matrix is not None
         weight = matrix.numpy().T
-        is_head = value.name == self.head
         if value.name not in self.parts:
-            in_eight = is_head and self.bits == 4
-            self._round(value.name, weight, *((8, _HEAD_BLOCK) if in_eight else (self.bits, self.block)))
-            table = _matrix(self.embedding.inputs[0]) if self.embedding and is_head else None
-            self.is_tied = self.is_tied or (table is not None and _is_same(table, weight))
+            table = _matrix(self.embedding.inputs[0]) if self.embedding else None
+            is_tied = table is not None and _is_same(table, weight)
+            self._round(value.name, weight, is_large=is_tied or value.name == self.head)
+            self.tied = value.name if is_tied else self.tied
         rows, width = weight.shape
         del weight
         _let_go(matrix)
@@ -193,11 +191,10 @@ class _Quantizer:
         assert table is not None
         assert matrix is not None
         rows, width = matrix.numpy().shape
-        if not self.is_tied:
-            block = min(self.block, _TABLE_BLOCK) if self.bits == 4 else self.block
-            self._round(table.name, matrix.numpy(), self.bits, block)
+        if self.tied is None:
+            self._round(table.name, matrix.numpy(), is_large=True)
         _let_go(matrix)
-        parts = self.parts[self.head if self.is_tied else table.name]
+        parts = self.parts[self.tied or table.name]
         name, padded = node.name or "embedding", -(-width // parts.block) * parts.block
         flat_shape = self._integers(f"{name}_table_shape", [rows, padded * parts.bits // 8])
         flat = ir.node("Reshape", [parts.packed, flat_shape])
@@ -213,7 +210,9 @@ class _Quantizer:
         self._swap(node, new)
         _drop_unused(self.model, table)
 
-    def _round(self, name: str | None, weight: NDArray[np.float32], bits: Bits, block: int) -> None:
+    def _round(self, name: str | None, weight: NDArray[np.float32], *, is_large: bool) -> None:
+        """`is_large`: it has a row for each token."""
+        bits, block = _IN_EIGHT if is_large and self.bits == 4 else (self.bits, self.block)
         blocks = quantize_blocks(weight, bits, block)
         packed = self._initializer(f"{name}_packed", blocks.packed)
         self.parts[name] = _Parts(packed, self._initializer(f"{name}_scales", blocks.scales), bits, block)
@@ -251,19 +250,6 @@ def find_embedding(model: ir.Model) -> ir.Node | None:
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
         if axis == 0 and _is_input_ids(node.inputs[1]):
             return node
-    return None
-
-
-def _find_head(model: ir.Model) -> str | None:
-    """Name of the constant matrix whose product the logits are; None if there is none.
-
-    On the way may be whatever changes logits one by one (a scale, a cap, another type).
-    """
-    value = next((value for value in model.graph.outputs if value.name == "logits"), None)
-    while value is not None and (node := value.producer()) is not None:
-        if node.op_type == "MatMul" and _matrix(node.inputs[1]) is not None:
-            return node.inputs[1].name if node.inputs[1] is not None else None
-        value = next((v for v in node.inputs if v is not None and v.const_value is None), None)
     return None
 
 

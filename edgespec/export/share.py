@@ -16,7 +16,6 @@ import onnx
 
 from edgespec.export.write import WEIGHTS
 
-MOVED = "draft.onnx"
 _WORTH = 0.1  # of the draft's weights from which on it is done; norms and tables of angles are less
 _LEAST = 1 << 20  # bytes, likewise
 _PIECE = 1 << 20
@@ -24,17 +23,18 @@ _PIECE = 1 << 20
 Place = tuple[str, int, int]  # file, offset, bytes
 
 
-def share_weights(target: Path, draft: Path) -> Path:
+def share_weights(target: Path, draft: Path, name: str) -> Path:
     """Store weights that both graphs have to the last bit only in the target's file, if they are many.
 
     May be done again where it was interrupted.
 
     Args:
         target, draft: the graphs, in folders of their own. The target's files are not touched.
+        name: of the draft's graph beside the target.
     Returns:
-        The draft's graph: where it was, or `draft.onnx` beside the target.
+        The draft's graph: where it was, or beside the target.
     """
-    moved, old = target.with_name(MOVED), draft.with_name(WEIGHTS)
+    moved, old = target.with_name(name), draft.with_name(WEIGHTS)
     if moved.exists() and not draft.exists():
         old.unlink(missing_ok=True)  # where it was interrupted just before
         return moved
@@ -43,11 +43,11 @@ def share_weights(target: Path, draft: Path) -> Path:
     common = _common(own, old, theirs, target.with_name(WEIGHTS)) if own and theirs else {}
     if not common or sum(place[2] for place in common.values()) < max(_LEAST, _WORTH * old.stat().st_size):
         return draft
-    weights = moved.with_name(f"{MOVED}.data")
+    weights = moved.with_name(f"{name}.data")
     with weights.open("wb") as out, old.open("rb") as source:
         for name, tensor in own.items():
             _set_place(tensor, common[name] if name in common else _append(_place(tensor), source, out, weights.name))
-    part = moved.with_name(f"{MOVED}.part")
+    part = moved.with_name(f"{name}.part")
     onnx.save(model, part)
     os.replace(part, moved)
     draft.unlink()

@@ -297,10 +297,10 @@ class Proof:
         width = self.subject.target.vocab_size
         if draft.head is not None or isinstance(draft, RecurrentSession | RecurrentReplay):
             return ModelDrafter(draft, width, is_coupled=is_coupled)
-        helper: Drafter = NgramDrafter(self.subject.max_ngram)  # as in an engine
+        drafters: dict[str, Drafter] = {"ngram": NgramDrafter(self.subject.max_ngram)}  # as in an engine
         if inner is not None:
-            helper = ModelDrafter(inner, min(width, draft.vocab_size), is_coupled=is_coupled)
-        return StagedDrafter(draft, width, {"draft": helper}, FixedPolicy(self.depth), is_coupled=is_coupled)
+            drafters["model"] = ModelDrafter(inner, min(width, draft.vocab_size), is_coupled=is_coupled)
+        return StagedDrafter(draft, width, drafters, FixedPolicy(self.depth), is_coupled=is_coupled)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.grammar is None:
