@@ -194,8 +194,8 @@ def check_vocab(manifest: Manifest, num_tokens: int) -> None:
             f"{target.path} has {target.vocab_size} rows of logits but {manifest.tokenizer} has {num_tokens} "
             f"tokens; {_EXPORT_AGAIN}"
         )
-    for draft in manifest.models.values():
-        if draft.vocab_size < num_tokens:
+    for draft in (manifest.draft, manifest.inner_draft):
+        if draft is not None and draft.vocab_size < num_tokens:
             raise IncompatibleDraftError(
                 f"{draft.path} has {draft.vocab_size} rows of logits but {manifest.tokenizer} has {num_tokens} "
                 "tokens; export the target with a draft that has the same tokenizer"

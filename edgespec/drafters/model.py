@@ -56,7 +56,9 @@ class ModelDrafter(Drafter):
             return EMPTY_DRAFT
         draws = not (shaper.is_greedy or self.is_coupled)
         ids = self._short_ids(shaper)
-        dists = self._room_for(limit, self.vocab_size if ids is None else len(ids)) if draws else None
+        if draws:
+            self._dists = enough_rows(self._dists, limit, self.vocab_size if ids is None else len(ids))
+        dists = self._dists if draws else None
         uniforms = noise.uniforms(len(context), Purpose.DRAFT, limit).tolist() if draws else [0.0] * limit
         text = np.concatenate([context, np.empty(limit, np.int64)])  # what each drafted token follows
         confidences: list[float] = []
@@ -85,12 +87,6 @@ class ModelDrafter(Drafter):
         is_by_id = shaper.changes_logits or (self.is_coupled and not shaper.is_greedy)
         return None if self._spread is None or is_by_id else self._spread.head.ids
 
-    def _room_for(self, limit: int, width: int) -> Rows:
-        """Rows for the distributions of a draft, used again by the next one. Padding columns are 0 for good."""
-        if self._dists.shape[1] != width or limit > len(self._dists):
-            self._dists = np.zeros((limit, width), np.float32)
-        return self._dists[:limit]
-
     def _choose(
         self, logits: Rows, before: Tokens, shaper: Shaper, noise: Noise, uniform: float
     ) -> tuple[NDArray[np.float32], int]:
@@ -100,6 +96,11 @@ class ModelDrafter(Drafter):
             return row, int(row.argmax())
         row = shaper.shape(logits, before, before[:0])[0]
         return row, noise.choose(row, len(before)) if self.is_coupled else draw(row, uniform)
+
+
+def enough_rows(rows: Rows, count: int, width: int) -> Rows:
+    """`rows` for one more draft's distributions, or others where they are too few. Padding columns are 0 for good."""
+    return rows if len(rows) >= count and rows.shape[1] == width else np.zeros((count, width), np.float32)
 
 
 def confidence(row: NDArray[np.float32], token: int, is_logits: bool) -> float:

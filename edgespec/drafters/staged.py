@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from edgespec.contracts import Drafter, DraftPolicy, GoesOn, Rows, Scorer, Tokens
-from edgespec.drafters.model import confidence
+from edgespec.drafters.model import confidence, enough_rows
 from edgespec.noise import Noise
 from edgespec.rounds import Check, decide, draft_round, learn_round
 from edgespec.shaper import Shaper
@@ -65,7 +65,10 @@ class StagedDrafter(Drafter):
         if limit < 1:
             return EMPTY_DRAFT
         text = np.concatenate([context, np.empty(limit, np.int64)])
-        dists = None if shaper.is_greedy or self._is_coupled else self._room_for(limit)
+        draws = not (shaper.is_greedy or self._is_coupled)
+        if draws:
+            self._dists = enough_rows(self._dists, limit, self._dists.shape[1])
+        dists = self._dists if draws else None
         noise = noise.inside(start)
         confidences: list[float] = []
         end = start
@@ -102,9 +105,3 @@ class StagedDrafter(Drafter):
             if token in shaper.eos_token_ids:
                 break
         return emitted[: len(rows)], rows
-
-    def _room_for(self, limit: int) -> Rows:
-        """Rows for the distributions of a draft, used again by the next one. Padding columns are 0 for good."""
-        if limit > len(self._dists):
-            self._dists = np.zeros((limit, self._dists.shape[1]), np.float32)
-        return self._dists[:limit]

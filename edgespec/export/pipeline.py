@@ -125,9 +125,14 @@ def export_bundle(
     """
     started = time.monotonic()
     require_extra()
-    given = {"draft": draft, "precision": precision, "block_size": block_size, "max_context": max_context}
+    given = {
+        "draft": draft,
+        "inner_draft": inner_draft,
+        "precision": precision,
+        "block_size": block_size,
+        "max_context": max_context,
+    }
     given |= {"draft_precision": draft_precision, "draft_block_size": draft_block_size, "allow_pickle": allow_pickle}
-    given["inner_draft"] = inner_draft
     plan = make_plan(source, given, recipe_options(source))
     with workspace(out, overwrite) as space:
         job = Job(plan, space, progress or SilentProgress())
@@ -263,8 +268,8 @@ def make_manifest(folder: Path, texts: Texts, models: Sequence[ModelInfo], check
     Args:
         models: the target, and then what drafts for the one before it.
     """
-    target, draft, inner = (*models, None, None)[:3]
-    assert target is not None
+    target, *drafts = models
+    draft, inner = (*drafts, None, None)[:2]
     (folder / TOKENIZER).write_bytes(texts.tokenizer.read_bytes())
     if texts.chat_template is not None:
         (folder / TEMPLATE).write_text(texts.chat_template, encoding="utf-8", newline="\n")

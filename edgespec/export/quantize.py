@@ -2,7 +2,7 @@
 
 In 4 bits the head and the embedding keep 8, in blocks of 128. Perplexity of SmolLM2-135M, 22.3 in float32, with all in
 4 bits: 29.8 in blocks of 32, 36.7 in blocks of 128; with such a head 27.3 and 29.8. In blocks of 128 fewer scales are
-read, and several rows cost a quarter less.
+read, and several rows cost a fifth less.
 
 Works on an `onnx_ir` model whose head and Gemms are plain MatMuls already. The activations stay float32 in the graph
 (accuracy level 4 rounds them to int8 inside the operator, row by row, so that a row does not depend on the others).
